@@ -1,0 +1,195 @@
+"""What a schedule is: sums over one step's gradients go in, one decision for all ranks comes out.
+
+Schedules are pure logic. They know nothing of tensors, Horovod or MPI; the coordinator carries their inputs and outputs
+as short vectors of floats, and whoever drives them reads the clock.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+DENSE = -1
+"""`Decision.level` of a step that is exchanged uncompressed."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One step's sums over all compressed tensors AND all workers.
+
+    The element-wise sum of the workers' `to_vector()` is the vector of the sums, so that one allreduce joins them.
+    """
+
+    acc: float
+    """Sum of ||g_ef||^2, the error-compensated gradient."""
+    kept: tuple[float, float]
+    """Sum of ||C(g_ef)||^2 at levels[0] and at levels[1]."""
+    raw_norm: float
+    """Sum over tensors (and workers) of ||g||, un-squared, of the raw gradient."""
+    kept_norm: tuple[float, float]
+    """Sum over tensors (and workers) of ||C(g_ef)||, un-squared, at each level."""
+    finite: bool
+    """False when any worker met a NaN or Inf; travels as the number of such workers."""
+
+    SIZE: ClassVar[int] = 7
+
+    def to_vector(self) -> tuple[float, ...]:
+        """`SIZE` floats; a non-finite worker counts 1 in the last."""
+        return (self.acc, *self.kept, self.raw_norm, *self.kept_norm, 0.0 if self.finite else 1.0)
+
+    @classmethod
+    def from_vector(cls, v: Sequence[float]) -> Statistics:
+        """The statistics in `v`, one worker's vector or the sum of several. Raises ValueError unless len(v) == SIZE."""
+        acc, kept_0, kept_1, raw_norm, kept_norm_0, kept_norm_1, non_finite = _floats(v, cls.SIZE, "statistics")
+        return cls(acc, (kept_0, kept_1), raw_norm, (kept_norm_0, kept_norm_1), finite=non_finite == 0.0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What every rank does with this step, and what it evaluates at the next."""
+
+    cf: float
+    """Compression factor sent this step; 1.0 means dense."""
+    level: int
+    """Index into the levels evaluated this step; `DENSE` (-1) means dense."""
+    skip: bool
+    """Every rank leaves this step out."""
+    levels: tuple[float, float]
+    """The two CFs (cf_min, candidate) to evaluate at the NEXT step; equal when there is only one."""
+    gains: tuple[float, float]
+    """The smoothed gain at each level of this step, for the log; 0.0 where nothing was measured yet."""
+
+    SIZE: ClassVar[int] = 7
+
+    def to_vector(self) -> tuple[float, ...]:
+        """`SIZE` floats, from which `from_vector` restores this decision exactly."""
+        return (self.cf, float(self.level), float(self.skip), *self.levels, *self.gains)
+
+    @classmethod
+    def from_vector(cls, v: Sequence[float]) -> Decision:
+        """The decision in `v`. Raises ValueError unless len(v) == SIZE."""
+        cf, level, skip, cf_min, candidate, gain_min, gain_c = _floats(v, cls.SIZE, "decision")
+        return cls(cf, int(level), bool(skip), (cf_min, candidate), (gain_min, gain_c))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of a schedule, as `hvdcomp list schedules` shows it."""
+
+    name: str
+    default: Any
+    doc: str
+
+
+class Schedule(ABC):
+    """Chooses the compression factor of each step.
+
+    Life of an adaptive schedule: `prepare` once on every rank; then every step all ranks evaluate the CFs of `levels`
+    (before the first step) or of the last `Decision.levels`; rank 0 calls `decide` with the sums, and `observe` when
+    the step's cost is known, before its next `decide`.
+
+    Args of every schedule:
+        clock: seconds, monotonic. The driver reads it to time a step (`schedule.clock()`), never the schedule itself,
+            so that a replayed clock replays a run.
+    """
+
+    name: ClassVar[str]
+    """The name in the registry."""
+    adaptive: ClassVar[bool]
+    """Needs one decision a step; False spares that collective."""
+    source: ClassVar[str]
+    """Where it is defined: paper, section."""
+    parameter_docs: ClassVar[Mapping[str, str]]
+    """Argument -> what it means, in which unit."""
+
+    clock: Callable[[], float]
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+
+    @abstractmethod
+    def prepare(self, workers: int) -> None:
+        """Tell the number of workers, once before the first step. Raises ValueError when it is below 1."""
+
+    @property
+    @abstractmethod
+    def levels(self) -> tuple[float, float]:
+        """The CFs (cf_min, candidate) to evaluate at the next step; before the first step alike on every rank."""
+
+    @abstractmethod
+    def decide(self, statistics: Statistics) -> Decision:
+        """Decide this step for all ranks. On rank 0 only, once a step."""
+
+    @abstractmethod
+    def observe(self, seconds: float, compress_s: float, samples: float = 1.0) -> None:
+        """Tell what the last decided step cost. On rank 0, at most once, before the next `decide`.
+
+        Args:
+            seconds: wall time of the whole iteration, compression included.
+            compress_s: seconds of it that went into compression, both levels together.
+            samples: samples one worker processed in it.
+
+        A step whose time means nothing (the first, one with an evaluation inside) is simply not observed.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as JSON-able values; a resumed schedule goes on bitwise alike."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`. Raises ValueError for unknown or missing keys; then nothing has changed."""
+
+    def describe(self) -> dict[str, Any]:
+        """Its name and parameters: `create(**schedule.describe())` makes another like it."""
+        return {"name": self.name, **{parameter.name: getattr(self, parameter.name) for parameter in self.parameters()}}
+
+    @classmethod
+    def parameters(cls) -> tuple[Parameter, ...]:
+        """Its arguments with defaults and documentation, `clock` left out."""
+        arguments = inspect.signature(cls).parameters.values()
+        return tuple(Parameter(a.name, a.default, cls.parameter_docs[a.name]) for a in arguments if a.name != "clock")
+
+
+def check_state_keys(owner: str, state: Mapping[str, Any], expected: Collection[str]) -> None:
+    """Raise one ValueError that names every key of `state` that is missing or unknown."""
+    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    if missing or unknown:
+        faults = [f"{word}: {', '.join(keys)}" for word, keys in (("missing", missing), ("unknown", unknown)) if keys]
+        raise ValueError(f"this is no state of {owner} ({'; '.join(faults)}); load one that {owner} has saved")
+
+
+def check_number(name: str, value: float, low: float, high: float, hint: str) -> float:
+    """`value` as a float if it is a finite number within [low, high], else a ValueError that says what `name` is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
+        allowed = f">= {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+        raise ValueError(f"{name} must be {allowed}, got {value!r} ({hint})")
+    return float(value)
+
+
+def check_count(name: str, value: int, hint: str) -> int:
+    """`value` if it is a whole number of at least 1, else a ValueError that says what `name` is."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r} ({hint})")
+    return value
+
+
+def check_choice(kind: str, value: str, valid: Collection[str]) -> str:
+    """`value` if it is in `valid`, else a ValueError that names the nearest valid one and all of them."""
+    if value not in valid:
+        nearest = difflib.get_close_matches(str(value), valid, n=1, cutoff=0.5)
+        guess = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ValueError(f"unknown {kind} {value!r}; {guess}valid: {', '.join(sorted(valid)) or 'none'}")
+    return value
+
+
+def _floats(v: Sequence[float], size: int, what: str) -> list[float]:
+    if len(v) != size:
+        raise ValueError(f"a {what} vector holds {size} floats, got {len(v)}; do all ranks run the same version?")
+    return [float(x) for x in v]
