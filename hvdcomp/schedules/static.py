@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdcomp.schedules.base import Decision, Schedule, Statistics, check_count, check_number, check_state_keys
 
@@ -22,7 +22,9 @@ class Static(Schedule):
     name = "static"
     adaptive = False
     source = "the usual practice: a compression factor chosen by hand"
-    parameter_docs = {"cf": "compression factor of every step, >= 1; None: the compressor's own"}
+    parameter_docs: ClassVar[Mapping[str, str]] = {
+        "cf": "compression factor of every step, >= 1; None: the compressor's own",
+    }
 
     def __init__(self, cf: float | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock=clock)

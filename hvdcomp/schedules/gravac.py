@@ -1,0 +1,299 @@
+"""GraVAC: raises the compression factor while the gradient keeps enough of itself and throughput still grows.
+
+Tyagi and Swany, "GraVAC: Adaptive Compression for Communication-Efficient Distributed DL Training", Algorithm 1. Where
+the listing contradicts the prose (it scales before it moves cf_min, lets step * cf_min overshoot, and returns the CF of
+the second-largest throughput), the prose holds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from hvdcomp.schedules.base import (
+    DENSE,
+    Decision,
+    Schedule,
+    Statistics,
+    check_choice,
+    check_count,
+    check_number,
+    check_state_keys,
+)
+
+Policy = Literal["exponential", "geometric"]
+Gain = Literal["squared", "norm", "raw"]
+Throughput = Literal["mean", "last"]
+
+DENSE_CF = 1.0
+
+
+@dataclass(frozen=True)
+class _Gain:
+    """A smoothed gain: two moving averages and their ratio (1 where nothing is there to lose)."""
+
+    kept: float
+    whole: float
+
+    @property
+    def value(self) -> float:
+        return self.kept / self.whole if self.whole > 0 else 1.0
+
+    def smoothed(self, newest: _Gain, factor: float) -> _Gain:
+        """The exponentially weighted averages after `newest`, which counts by `factor` in (0, 1]."""
+        return _Gain(
+            self.kept + factor * (newest.kept - self.kept),
+            self.whole + factor * (newest.whole - self.whole),
+        )
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Compression throughput of one CF: `total / count` samples per second."""
+
+    total: float
+    count: int
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+class GraVAC(Schedule):
+    """Searches for the CF of the highest compression throughput among those that keep `epsilon` of the gradient.
+
+    Every step evaluates two CFs: cf_min, the safe one, and a candidate above it (first cf_min itself). A step sends the
+    candidate if the candidate's gain is at least epsilon, else cf_min if that one's is, else the dense gradient. After
+    `window` decided steps the policy proposes the next candidate; cf_min moves up to the candidate just evaluated if
+    their gains differ by at most omega; and where the two largest recorded compression throughputs
+    (samples * workers / seconds * gain) differ by at most omega, throughput has saturated: the candidate becomes the
+    LOWER CF of the two, or cf_min if that is higher. The search never ends: every window asks again, and goes on above
+    the candidate when throughputs part.
+
+    A window ends inside `decide`, after its last step was decided, since that decision must already tell all ranks what
+    to evaluate next. So it knows every time but the one of its own last step, which counts in the next window.
+    A skipped step (NaN or Inf) changes nothing: not the averages, not the window, and its `observe` is ignored.
+
+    Args:
+        cf_min: first and lowest CF (original size / compressed size), >= 1. At CF 1 the dense gradient is sent.
+        cf_max: highest CF, >= cf_min; candidates are clamped to it and stay there.
+        policy: "exponential": candidates at cf_min times 1, r, r^2, r^4, r^8, ...; "geometric": 1, r, r^2, r^3, ...;
+            always of the first cf_min, with r = ratio.
+        epsilon: smallest gain in [0, 1] at which a CF may be sent. It decides everything: with error feedback the
+            squared gain is often near .75 at CF 10, .16 at CF 100, .03 at CF 1000, long before accuracy suffers.
+        omega: relative difference, in [0, 1], up to which two gains or two throughputs count as equal.
+        window: steps for which a candidate is evaluated, >= 1.
+        gain: "squared": moving average of sum ||C(g+r)||^2 / sum ||g+r||^2 (the paper); "norm": of its root; "raw": of
+            sum ||C(g+r)|| over that of sum ||g||, un-squared (the authors' code), which can pass 1.
+        throughput: of several recordings of a CF keep the "mean" (the paper's figures) or the "last" (its listing).
+        ratio: r of the policy, >= 1.01.
+
+    Raises ValueError for a value out of these bounds.
+    """
+
+    name = "gravac"
+    adaptive = True
+    source = "GraVAC (Tyagi and Swany, 2023), Algorithm 1 and section on scaling policies"
+    parameter_docs: ClassVar[Mapping[str, str]] = {
+        "cf_min": "first and lowest compression factor, >= 1",
+        "cf_max": "highest compression factor, >= cf_min",
+        "policy": "exponential (first cf_min times 1, r, r^2, r^4, ...) or geometric (1, r, r^2, r^3, ...)",
+        "epsilon": "smallest gain at which a CF may be sent, in [0, 1]; decides everything, see the logged gains",
+        "omega": "relative difference up to which two gains or two throughputs count as equal, in [0, 1]",
+        "window": "steps for which a candidate CF is evaluated, >= 1",
+        "gain": "squared (the paper), norm (its root), or raw (the authors' code; can pass 1)",
+        "throughput": "of several recordings of a CF keep their mean, or the last",
+        "ratio": "r of the policy, >= 1.01",
+    }
+
+    def __init__(
+        self,
+        cf_min: float = 10.0,
+        cf_max: float = 1000.0,
+        policy: Policy = "exponential",
+        epsilon: float = 0.7,
+        omega: float = 0.01,
+        window: int = 500,
+        gain: Gain = "squared",
+        throughput: Throughput = "mean",
+        ratio: float = 2.0,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(clock=clock)
+        cf_hint = "a CF is original size / compressed size; for 1 % use 100"
+        self.cf_min = check_number("cf_min", cf_min, 1, math.inf, cf_hint)
+        self.cf_max = check_number("cf_max", cf_max, self.cf_min, math.inf, f"cf_min is {cf_min:g}; {cf_hint}")
+        self.policy = check_choice("policy", policy, ("exponential", "geometric"))
+        self.epsilon = check_number("epsilon", epsilon, 0, 1, "the smallest gain at which a CF may be sent")
+        self.omega = check_number("omega", omega, 0, 1, "a relative difference; for 1 % use 0.01")
+        self.window = check_count("window", window, "the steps for which a candidate CF is evaluated")
+        self.gain = check_choice("gain", gain, ("squared", "norm", "raw"))
+        self.throughput = check_choice("throughput", throughput, ("mean", "last"))
+        self.ratio = check_number("ratio", ratio, 1.01, math.inf, "the factor between the first two candidates")
+
+        self.candidates = scaled_cfs(self.cf_min, self.cf_max, self.policy, self.ratio)
+        """Every CF of the search, ascending."""
+        self._workers: int | None = None
+        self._levels = (self.cf_min, self.cf_min)
+        self._steps = 0
+        self._gains: tuple[_Gain | None, _Gain | None] = (None, None)
+        self._records: dict[float, _Record] = {}
+        self._pending: tuple[float, float] | None = None
+
+    def prepare(self, workers: int) -> None:
+        """The newest gain counts by min(1, workers / 100). Throughputs recorded with other workers are forgotten."""
+        check_count("workers", workers, "the number of ranks that exchange gradients")
+        if workers != self._workers:
+            self._records = {}
+        self._workers = workers
+
+    @property
+    def levels(self) -> tuple[float, float]:
+        return self._levels
+
+    @property
+    def throughputs(self) -> dict[float, float]:
+        """Compression throughput by CF, in samples per second, ascending; the dense step's is at CF 1."""
+        return {cf: self._records[cf].mean for cf in sorted(self._records)}
+
+    def decide(self, statistics: Statistics) -> Decision:
+        """Send the candidate, cf_min or the dense gradient; skip a step whose statistics are not finite.
+
+        Raises RuntimeError before `prepare`.
+        """
+        if self._workers is None:
+            raise RuntimeError("call prepare(workers) before the first decide(): the gain's average depends on it")
+        self._pending = None
+        if not (statistics.finite and all(map(math.isfinite, statistics.to_vector()))):
+            gains = tuple(0.0 if gain is None else gain.value for gain in self._gains)
+            return Decision(DENSE_CF, DENSE, skip=True, levels=self._levels, gains=(gains[0], gains[1]))
+
+        gain_min, gain_c = self._smooth(statistics)
+        cf, level, gain = self._choose(gain_min.value, gain_c.value)
+        self._pending = (cf, gain)
+        self._steps += 1
+        if self._steps >= self.window:
+            self._end_window(gain_min, gain_c)
+        return Decision(cf, level, skip=False, levels=self._levels, gains=(gain_min.value, gain_c.value))
+
+    def observe(self, seconds: float, compress_s: float, samples: float = 1.0) -> None:
+        """Record the compression throughput of the CF just sent; compression time is left out of a dense step's.
+
+        Ignored after a skipped step, and where the cost is no measurement (a time or a number of samples not above 0).
+        """
+        pending, self._pending = self._pending, None
+        if pending is None or self._workers is None:
+            return
+        cf, gain = pending
+        own_s = seconds - compress_s if cf == DENSE_CF else seconds
+        if not (0 < own_s < math.inf and 0 < samples < math.inf):
+            return
+        newest = samples * self._workers / own_s * gain
+        past = self._records.get(cf)
+        if past is None or self.throughput == "last":
+            self._records[cf] = _Record(newest, 1)
+        else:
+            self._records[cf] = _Record(past.total + newest, past.count + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "parameters": self._fixed_parameters(),
+            "workers": self._workers,
+            "levels": list(self._levels),
+            "steps": self._steps,
+            "gains": [None if gain is None else [gain.kept, gain.whole] for gain in self._gains],
+            "records": [[cf, record.total, record.count] for cf, record in self._records.items()],
+            "pending": None if self._pending is None else list(self._pending),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`. epsilon, omega, window and throughput may differ from the saved run's.
+
+        With another number of workers the recorded throughputs are forgotten, whether `prepare` came before or comes
+        after. Raises ValueError for unknown or missing keys and for a state saved under another search or gain.
+        """
+        check_state_keys("GraVAC", state, self.state_dict().keys())
+        own, saved = self._fixed_parameters(), state["parameters"]
+        if saved != own:
+            raise ValueError(f"this GraVAC state was saved with {saved}, not with {own}; use those, or start afresh")
+        prepared = self._workers
+        cf_min, candidate = state["levels"]
+        gain_min, gain_c = (None if gain is None else _Gain(*gain) for gain in state["gains"])
+        records = {cf: _Record(total, count) for cf, total, count in state["records"]}
+        pending = state["pending"]
+        self._workers = state["workers"]
+        self._levels = (cf_min, candidate)
+        self._steps = state["steps"]
+        self._gains = (gain_min, gain_c)
+        self._records = records
+        self._pending = None if pending is None else (pending[0], pending[1])
+        if prepared is not None:
+            self.prepare(prepared)
+
+    def _fixed_parameters(self) -> dict[str, Any]:
+        """The parameters that give the state its meaning."""
+        return {name: getattr(self, name) for name in ("cf_min", "cf_max", "policy", "ratio", "gain")}
+
+    def _smooth(self, statistics: Statistics) -> tuple[_Gain, _Gain]:
+        """Take this step's gains into the averages; an average starts at its first value."""
+        assert self._workers is not None
+        factor = min(1.0, self._workers / 100)
+        newest = self._newest_gain(statistics, 0), self._newest_gain(statistics, 1)
+        gain_min, gain_c = (
+            new if past is None else past.smoothed(new, factor) for past, new in zip(self._gains, newest, strict=True)
+        )
+        self._gains = (gain_min, gain_c)
+        return gain_min, gain_c
+
+    def _newest_gain(self, statistics: Statistics, level: int) -> _Gain:
+        if self.gain == "raw":
+            return _Gain(statistics.kept_norm[level], statistics.raw_norm)
+        share = statistics.kept[level] / statistics.acc if statistics.acc > 0 else 1.0
+        return _Gain(math.sqrt(share) if self.gain == "norm" else share, 1.0)
+
+    def _choose(self, gain_min: float, gain_c: float) -> tuple[float, int, float]:
+        """What this step sends: (CF, level, gain). A level at CF 1 is dense."""
+        cf_min, candidate = self._levels
+        if gain_c >= self.epsilon and candidate > DENSE_CF:
+            return candidate, 1, gain_c
+        if gain_min >= self.epsilon and cf_min > DENSE_CF:
+            return cf_min, 0, gain_min
+        return DENSE_CF, DENSE, 1.0
+
+    def _end_window(self, gain_min: _Gain, gain_c: _Gain) -> None:
+        """Choose the next window's cf_min and candidate; a changed candidate's average starts anew."""
+        cf_min, evaluated = self._levels
+        if gain_min.value > 0 and abs(gain_min.value - gain_c.value) <= self.omega * gain_min.value:
+            cf_min, gain_min = evaluated, gain_c
+        ideal = self._saturated_cf()
+        candidate = self._above(evaluated) if ideal is None else max(ideal, cf_min)
+        kept_gain_c = gain_min if candidate == cf_min else gain_c if candidate == evaluated else None
+        self._levels, self._gains, self._steps = (cf_min, candidate), (gain_min, kept_gain_c), 0
+
+    def _above(self, cf: float) -> float:
+        return self.candidates[min(bisect.bisect_right(self.candidates, cf), len(self.candidates) - 1)]
+
+    def _saturated_cf(self) -> float | None:
+        """The lower CF of the two largest throughputs if these differ by at most omega, else None."""
+        fastest = sorted(((record.mean, -cf) for cf, record in self._records.items()), reverse=True)[:2]
+        if len(fastest) < 2 or fastest[0][0] - fastest[1][0] > self.omega * fastest[1][0]:
+            return None
+        return min(-fastest[0][1], -fastest[1][1])
+
+
+def scaled_cfs(cf_min: float, cf_max: float, policy: Policy | str, ratio: float = 2.0) -> tuple[float, ...]:
+    """Every candidate CF of a policy, ascending, the last clamped to cf_max.
+
+    >>> scaled_cfs(10, 1000, "exponential")
+    (10.0, 20.0, 40.0, 160.0, 1000.0)
+    """
+    cfs, factor = [float(cf_min)], ratio
+    while cfs[-1] < cf_max:
+        cfs.append(float(min(cf_min * factor, cf_max)))
+        factor *= factor if policy == "exponential" else ratio
+    return tuple(cfs)
