@@ -438,6 +438,14 @@ def test_cf_min_moves_to_the_candidate_just_evaluated_never_to_one_not_measured(
     assert schedule.levels == (20, 160)
 
 
+@pytest.mark.parametrize(("gain_min", "gain_c", "cf_min"), [(0.8, 0.4, 20), (0.8, 0.39, 10), (0.4, 0.8, 10)])
+def test_gains_are_compared_relative_to_that_of_cf_min(gain_min: float, gain_c: float, cf_min: float) -> None:
+    schedule = gravac(omega=0.5)
+    schedule.decide(shares(0.9, 0.9))
+    schedule.decide(shares(gain_min, gain_c))
+    assert schedule.levels == (cf_min, 40)
+
+
 def test_cf_min_moves_only_at_the_end_of_a_window() -> None:
     schedule = gravac(window=3)
     for _ in range(3):
