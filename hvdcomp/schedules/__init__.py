@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcomp.schedules.base import DENSE, Decision, Parameter, Schedule, Statistics, check_choice
+from hvdcomp.checks import check_choice
+from hvdcomp.schedules.base import DENSE, Decision, Parameter, Schedule, Statistics
 from hvdcomp.schedules.gravac import GraVAC
 from hvdcomp.schedules.static import Static
 

@@ -6,9 +6,7 @@ as short vectors of floats, and whoever drives them reads the clock.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -163,30 +161,6 @@ def check_state_keys(owner: str, state: Mapping[str, Any], expected: Collection[
     if missing or unknown:
         faults = [f"{word}: {', '.join(keys)}" for word, keys in (("missing", missing), ("unknown", unknown)) if keys]
         raise ValueError(f"this is no state of {owner} ({'; '.join(faults)}); load one that {owner} has saved")
-
-
-def check_number(name: str, value: float, low: float, high: float, hint: str) -> float:
-    """`value` as a float if it is a finite number within [low, high], else a ValueError that says what `name` is."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
-        allowed = f">= {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r} ({hint})")
-    return float(value)
-
-
-def check_count(name: str, value: int, hint: str) -> int:
-    """`value` if it is a whole number of at least 1, else a ValueError that says what `name` is."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r} ({hint})")
-    return value
-
-
-def check_choice(kind: str, value: str, valid: Collection[str]) -> str:
-    """`value` if it is in `valid`, else a ValueError that names the nearest valid one and all of them."""
-    if value not in valid:
-        nearest = difflib.get_close_matches(str(value), valid, n=1, cutoff=0.5)
-        guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ValueError(f"unknown {kind} {value!r}; {guess}valid: {', '.join(sorted(valid)) or 'none'}")
-    return value
 
 
 def _floats(v: Sequence[float], size: int, what: str) -> list[float]:

@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from hvdcomp.checks import check_choice, check_count, check_number
 from hvdcomp.schedules.base import (
     DENSE,
     Decision,
     Schedule,
     Statistics,
-    check_choice,
-    check_count,
-    check_number,
     check_state_keys,
 )
 
@@ -126,15 +124,15 @@ class GraVAC(Schedule):
     ) -> None:
         super().__init__(clock=clock)
         cf_hint = "a CF is original size / compressed size; for 1 % use 100"
-        self.cf_min = check_number("cf_min", cf_min, 1, math.inf, cf_hint)
-        self.cf_max = check_number("cf_max", cf_max, self.cf_min, math.inf, f"cf_min is {cf_min:g}; {cf_hint}")
+        self.cf_min = check_number("cf_min", cf_min, 1, hint=cf_hint)
+        self.cf_max = check_number("cf_max", cf_max, self.cf_min, hint=f"cf_min is {cf_min:g}; {cf_hint}")
         self.policy = check_choice("policy", policy, ("exponential", "geometric"))
-        self.epsilon = check_number("epsilon", epsilon, 0, 1, "the smallest gain at which a CF may be sent")
-        self.omega = check_number("omega", omega, 0, 1, "a relative difference; for 1 % use 0.01")
-        self.window = check_count("window", window, "the steps for which a candidate CF is evaluated")
+        self.epsilon = check_number("epsilon", epsilon, 0, 1, hint="the smallest gain at which a CF may be sent")
+        self.omega = check_number("omega", omega, 0, 1, hint="a relative difference; for 1 % use 0.01")
+        self.window = check_count("window", window, hint="the steps for which a candidate CF is evaluated")
         self.gain = check_choice("gain", gain, ("squared", "norm", "raw"))
         self.throughput = check_choice("throughput", throughput, ("mean", "last"))
-        self.ratio = check_number("ratio", ratio, 1.01, math.inf, "the factor between the first two candidates")
+        self.ratio = check_number("ratio", ratio, 1.01, hint="the factor between the first two candidates")
 
         self.candidates = scaled_cfs(self.cf_min, self.cf_max, self.policy, self.ratio)
         """Every CF of the search, ascending."""
@@ -147,7 +145,7 @@ class GraVAC(Schedule):
 
     def prepare(self, workers: int) -> None:
         """The newest gain counts by min(1, workers / 100). Throughputs recorded with other workers are forgotten."""
-        check_count("workers", workers, "the number of ranks that exchange gradients")
+        check_count("workers", workers, hint="the number of ranks that exchange gradients")
         if workers != self._workers:
             self._records = {}
         self._workers = workers

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from hvdcomp.schedules.base import Decision, Schedule, Statistics, check_count, check_number, check_state_keys
+from hvdcomp.checks import check_count, check_number
+from hvdcomp.schedules.base import Decision, Schedule, Statistics, check_state_keys
 
 
 class Static(Schedule):
@@ -29,10 +29,10 @@ class Static(Schedule):
     def __init__(self, cf: float | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock=clock)
         hint = "cf is original size / compressed size; for 1 % use cf=100"
-        self.cf = None if cf is None else check_number("cf", cf, 1, math.inf, hint)
+        self.cf = None if cf is None else check_number("cf", cf, 1, hint=hint)
 
     def prepare(self, workers: int) -> None:
-        check_count("workers", workers, "the number of ranks that exchange gradients")
+        check_count("workers", workers, hint="the number of ranks that exchange gradients")
 
     @property
     def levels(self) -> tuple[float, float]:

@@ -1,0 +1,186 @@
+"""Which tensors a compressor sees as one unit, and which units travel together in a bucket."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors.requests import Unit
+from hvdcomp.feedback import ErrorFeedback
+
+GRANULARITIES = ("tensor", "bucket", "model")
+ONE_DIMENSIONAL = "1d"
+"""The word in ``exclude`` that stands for all tensors with fewer than two dimensions."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A gradient's name and form."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Spec:
+        return cls(name, tensor.shape, tensor.dtype, tensor.device)
+
+
+@dataclass
+class Part:
+    """A unit: one tensor, or several one after the other in a flat buffer, with its residual."""
+
+    unit: Unit
+    members: list[Spec]
+    compressor: Compressor
+    feedback: ErrorFeedback | None
+    sparse: bool = False
+    """The gradients are sparse tensors; their rows travel as they are."""
+
+    @property
+    def offsets(self) -> list[int]:
+        starts = [0]
+        for member in self.members[:-1]:
+            starts.append(starts[-1] + member.numel)
+        return starts
+
+    @property
+    def compressed(self) -> bool:
+        return not isinstance(self.compressor, NoCompression)
+
+
+@dataclass
+class Bucket:
+    """Units whose collectives travel together, in the order of their names."""
+
+    index: int
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def members(self) -> list[Spec]:
+        return [member for part in self.parts for member in part.members]
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts "layer.2" before "layer.10", alike in every process."""
+    pieces = re.split(r"(\d+)", name)
+    return tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in pieces)
+
+
+def is_excluded(spec: Spec, exclude: Sequence[str]) -> bool:
+    """Whether a tensor stays dense: by a glob on its name, or by the word "1d"."""
+    return any(
+        len(spec.shape) < 2 if rule == ONE_DIMENSIONAL else fnmatch.fnmatchcase(spec.name, rule) for rule in exclude
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors become units and buckets.
+
+    Args:
+        compressor: what compresses the tensors that ``exclude`` does not name.
+        granularity: "tensor" (the papers'), "bucket" or "model": what the compressor sees as one unit.
+        bucket_mb: gradients' size of a bucket in MiB.
+        exclude: globs on names, and "1d".
+
+    Raises:
+        ValueError: a value is not allowed, or does not fit the compressor.
+    """
+
+    compressor: Compressor
+    granularity: str = "tensor"
+    bucket_mb: float = 25.0
+    exclude: tuple[str, ...] = (ONE_DIMENSIONAL,)
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {self.granularity!r}")
+        if self.granularity != "tensor" and self.compressor.needs_matrices:
+            raise ValueError(
+                f"{self.compressor.name} works on matrices, so it needs granularity='tensor', got {self.granularity!r}"
+            )
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be > 0 (MiB of gradients in a bucket), got {self.bucket_mb!r}")
+
+    def buckets(
+        self,
+        specs: Iterable[Spec],
+        *,
+        groups: Sequence[Sequence[str]] | None = None,
+        sparse: Iterable[str] = (),
+        first_index: int = 0,
+    ) -> list[Bucket]:
+        """Buckets of tensors in name order.
+
+        Args:
+            specs: all tensors.
+            groups: names that form a bucket each; a tensor in none of them forms its own.
+            sparse: names of tensors whose gradients are sparse.
+            first_index: number of the first bucket.
+        """
+        ordered = sorted(specs, key=lambda spec: natural_key(spec.name))
+        grouped = self._grouped(ordered, groups) if groups is not None else self._by_size(ordered)
+        sparse_names = frozenset(sparse)
+        return [
+            Bucket(index, self._parts(index, members, sparse_names))
+            for index, members in enumerate(grouped, first_index)
+        ]
+
+    def _by_size(self, ordered: list[Spec]) -> list[list[Spec]]:
+        limit = float("inf") if self.granularity == "model" else self.bucket_mb * 2**20
+        filled: list[list[Spec]] = []
+        nbytes = float("inf")
+        for spec in ordered:
+            if not filled or nbytes + spec.nbytes > limit:
+                filled.append([])
+                nbytes = 0.0
+            filled[-1].append(spec)
+            nbytes += spec.nbytes
+        return filled
+
+    @staticmethod
+    def _grouped(ordered: list[Spec], groups: Sequence[Sequence[str]]) -> list[list[Spec]]:
+        by_name = {spec.name: spec for spec in ordered}
+        named = [sorted((n for n in group if n in by_name), key=natural_key) for group in groups]
+        loose = [[spec.name] for spec in ordered if not any(spec.name in group for group in named)]
+        return [[by_name[name] for name in group] for group in [*named, *loose] if group]
+
+    def _parts(self, bucket: int, members: list[Spec], sparse: frozenset[str]) -> list[Part]:
+        parts: list[Part] = []
+        together: dict[tuple[torch.dtype, torch.device], list[Spec]] = {}
+        for spec in members:
+            if spec.name in sparse:
+                parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None, sparse=True))
+            elif is_excluded(spec, self.exclude) or isinstance(self.compressor, NoCompression):
+                parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None))
+            elif self.granularity == "tensor":
+                parts.append(self._compressed_part(spec.name, spec.shape, [spec]))
+            else:
+                together.setdefault((spec.dtype, spec.device), []).append(spec)
+        for number, specs in enumerate(together.values()):
+            shape = torch.Size([sum(spec.numel for spec in specs)])
+            parts.append(self._compressed_part(f"bucket.{bucket}.{number}", shape, specs))
+        return sorted(parts, key=lambda part: natural_key(part.unit.name))
+
+    def _compressed_part(self, name: str, shape: torch.Size, members: list[Spec]) -> Part:
+        feedback = None
+        if self.compressor.error_feedback:
+            dtype = torch.float64 if members[0].dtype == torch.float64 else torch.float32
+            feedback = ErrorFeedback(shape.numel(), dtype, members[0].device)
+        return Part(Unit(name, shape), members, self.compressor, feedback)

@@ -1,0 +1,81 @@
+"""PowerSGD: a low-rank approximation by one step of power iteration."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hvdcomp.checks import check_count
+from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.dense import dense_rounds
+from hvdcomp.compressors.randomk import shared_seed
+from hvdcomp.compressors.requests import Allreduce, LowRank, Rounds, Unit, Volume
+from hvdcomp.kernels import orthogonalise
+
+
+class PowerSGD(Compressor):
+    """Each gradient, as the matrix shape[0] x rest, travels as two thin factors P and Q, by two dependent allreduces.
+
+    Q is kept from step to step (warm start). Tensors with fewer than two dimensions stay dense.
+
+    Args:
+        rank: columns of P and Q, >= 1; at most min(n1, n2) of a matrix n1 x n2 is used.
+        seed: of the first Q, the same on all workers.
+        small_matrix_rule: send a matrix dense where its factors would not be smaller: (n1 + n2) * rank >= n1 * n2.
+        error_feedback: keep what was not sent for the next step.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    collective: ClassVar[str] = "allreduce"
+    needs_matrices: ClassVar[bool] = True
+    source: ClassVar[str] = "Vogels et al. 2019, Algorithm 1"
+
+    def __init__(
+        self, rank: int = 4, seed: int = 0, small_matrix_rule: bool = True, error_feedback: bool = True
+    ) -> None:
+        check_count("rank", rank, hint="columns of P and Q; the papers use 1 to 32")
+        check_count("seed", seed, 0, hint="the same on all workers")
+        self.rank = rank
+        self.seed = seed
+        self.small_matrix_rule = small_matrix_rule
+        self.error_feedback = error_feedback
+
+    def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
+        factors = self._factors(unit.shape)
+        if factors is None:
+            return (yield from dense_rounds(acc, unit))
+        rows, columns, rank = factors
+        matrix = acc.view(rows, columns)
+        p = yield Allreduce(self._project(matrix, rank, unit))
+        p = orthogonalise(p)
+        q_own = matrix.t() @ p
+        q = yield Allreduce(q_own)
+        return LowRank(p, q, q_own, state={"q": q})
+
+    def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
+        factors = self._factors(torch.Size(shape))
+        if factors is None:
+            return [Volume(0, "allreduce", 4 * torch.Size(shape).numel())]
+        rows, columns, rank = factors
+        return [Volume(0, "allreduce", 4 * rows * rank), Volume(1, "allreduce", 4 * columns * rank)]
+
+    def _factors(self, shape: torch.Size) -> tuple[int, int, int] | None:
+        """(n1, n2, rank) of the matrix that a shape stands for, None where it is sent dense."""
+        if len(shape) < 2 or shape.numel() == 0:
+            return None
+        rows, columns = shape[0], shape.numel() // shape[0]
+        rank = min(self.rank, rows, columns)
+        small = (rows + columns) * rank >= rows * columns
+        return None if small and self.small_matrix_rule else (rows, columns, rank)
+
+    def _project(self, matrix: Tensor, rank: int, unit: Unit) -> Tensor:
+        """P = M Q before its allreduce. With as many columns as M, Q spans everything, so P = M loses nothing."""
+        if rank == matrix.shape[1]:
+            return matrix
+        q = unit.state.get("q")
+        if q is None or q.shape != (matrix.shape[1], rank):
+            generator = torch.Generator().manual_seed(shared_seed(self.seed, unit.name) >> 1)
+            q = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64)
+        return matrix @ q.to(matrix)

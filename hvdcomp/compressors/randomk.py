@@ -1,0 +1,54 @@
+"""Random-k: elements chosen by a seed that all workers share."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdcomp.checks import check_count
+from hvdcomp.compressors.requests import Allreduce, Rounds, SharedSparse, Unit, Volume
+from hvdcomp.compressors.sparsifier import Sparsifier
+
+
+def shared_seed(*parts: object) -> int:
+    """64 bits that depend on every part and on their order, alike in every process."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+class RandomK(Sparsifier):
+    """k = max(1, floor(numel / cf)) elements, alike on all workers, so that only values travel, by allreduce.
+
+    The positions are drawn without replacement by a generator of their own from (seed, step, tensor name).
+
+    Args:
+        cf: compression factor >= 1, original floats / sent floats; 1 sends all.
+        seed: any whole number, the same on all workers.
+        error_feedback: keep what was not sent for the next step, and send values as they are; without it they are
+            multiplied by numel / k, which makes the mean unbiased.
+    """
+
+    name: ClassVar[str] = "randomk"
+    collective: ClassVar[str] = "allreduce"
+    source: ClassVar[str] = "Wangni et al. 2018; Stich et al. 2018 (with memory)"
+
+    def __init__(self, cf: float = 100.0, seed: int = 0, error_feedback: bool = True) -> None:
+        super().__init__(cf, error_feedback)
+        check_count("seed", seed, 0, hint="the same on all workers")
+        self.seed = seed
+
+    def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Tensor:
+        generator = np.random.default_rng(shared_seed(self.seed, unit.step, level, unit.name))
+        positions = generator.choice(values.numel(), size=k, replace=False, shuffle=False)
+        return torch.from_numpy(np.sort(positions)).to(values.device)
+
+    def send(self, acc: Tensor, indices: Tensor, unit: Unit) -> Rounds:
+        mean = yield Allreduce(acc[indices])
+        return SharedSparse(indices, mean, self._outcome_scale(unit, indices.numel()))
+
+    def sparse_requests(self, kept: int) -> list[Volume]:
+        return [Volume(0, "allreduce", 4 * kept)]

@@ -1,0 +1,169 @@
+"""The collectives that a compressor may ask for, and what it makes of their answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdcomp.kernels import add_mean_
+
+
+@dataclass(frozen=True)
+class Allreduce:
+    """Answered with the mean of ``tensor`` (any shape, float16, float32 or float64) over the workers."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Allgather:
+    """Answered with a list of every worker's ``payload`` (1-D uint8, lengths may differ), in worker order."""
+
+    payload: Tensor
+
+
+@dataclass(frozen=True)
+class Alltoall:
+    """Row j of ``tensor`` (workers, c) goes to worker j; answered with (workers, c), whose row j came from worker j."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Answered with the level to send, -1 for dense: one decision for all units and workers.
+
+    ``kept_sq`` are the squared norms (scalar tensors) of what each of the unit's two levels would send.
+    """
+
+    kept_sq: tuple[Tensor, Tensor]
+
+
+Request = Allreduce | Allgather | Alltoall | Decide
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A collective's size: what one worker hands over in one phase, without running anything."""
+
+    phase: int
+    kind: str
+    nbytes: int
+
+
+@dataclass
+class Unit:
+    """What a compressor is told about the tensor that it sees.
+
+    Attributes:
+        name: the parameter's name, or that of the bucket under ``granularity="bucket"``.
+        shape: the gradient's shape; ``acc`` is always its flat view.
+        worker, workers: this worker's index, and how many there are.
+        step: exchanges made before this one.
+        levels: the two compression factors to evaluate under an adaptive schedule, None under a static one.
+        state: tensors that the compressor keeps from step to step; changed only when a step is committed.
+    """
+
+    name: str
+    shape: torch.Size
+    worker: int = 0
+    workers: int = 1
+    step: int = 0
+    levels: tuple[float, float] | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+class Reduced(ABC):
+    """The outcome of a unit's rounds: the mean over workers, and this worker's own share of it."""
+
+    state: dict[str, Tensor] | None = None
+    """What :attr:`Unit.state` becomes when the step is committed; None leaves it."""
+
+    @abstractmethod
+    def write_mean_(self, out: Tensor) -> None:
+        """Overwrite the flat ``out`` with the mean over workers."""
+
+    @abstractmethod
+    def settle_(self, acc: Tensor) -> None:
+        """Take this worker's own share out of ``acc``, in place: what is left is the residual."""
+
+    def finite(self) -> bool:
+        """False where the workers' finite shares overflowed on their way into the mean; the same on every worker."""
+        return True
+
+
+@dataclass
+class Dense(Reduced):
+    """All of the tensor was sent: the residual is exactly zero."""
+
+    mean: Tensor
+
+    def write_mean_(self, out: Tensor) -> None:
+        out.copy_(self.mean.view(-1))
+
+    def settle_(self, acc: Tensor) -> None:
+        acc.zero_()
+
+
+@dataclass
+class Sparse(Reduced):
+    """Some elements were sent; ``contributions`` holds one ``(indices, values)`` a worker."""
+
+    contributions: list[tuple[Tensor, Tensor]]
+    own_indices: Tensor
+
+    def write_mean_(self, out: Tensor) -> None:
+        add_mean_(out.zero_(), self.contributions)
+
+    def settle_(self, acc: Tensor) -> None:
+        acc[self.own_indices] = 0
+
+
+@dataclass
+class SharedSparse(Reduced):
+    """All workers sent the same ``indices``; ``values`` is the mean there."""
+
+    indices: Tensor
+    values: Tensor
+    scale: float = 1.0
+
+    def write_mean_(self, out: Tensor) -> None:
+        out.zero_()[self.indices] = (self.values * self.scale).to(out.dtype)
+
+    def settle_(self, acc: Tensor) -> None:
+        acc[self.indices] = 0
+
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.values).all())
+
+
+@dataclass
+class LowRank(Reduced):
+    """The mean is ``p @ q.T``; this worker's own share is ``p @ q_own.T``."""
+
+    p: Tensor
+    q: Tensor
+    q_own: Tensor
+    state: dict[str, Tensor] | None = None
+
+    def write_mean_(self, out: Tensor) -> None:
+        shape = (self.p.shape[0], self.q.shape[0])
+        torch.mm(self.p, self.q.t(), out=out.view(shape))
+
+    def settle_(self, acc: Tensor) -> None:
+        acc.view(self.p.shape[0], self.q.shape[0]).addmm_(self.p, self.q_own.t(), alpha=-1)
+
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.p).all()) and bool(torch.isfinite(self.q).all())
+
+
+Rounds = Generator[Request, Any, Reduced]

@@ -1,0 +1,138 @@
+"""One decision for all ranks: statistics are summed onto rank 0, whose schedule decides, and the decision is sent back.
+
+Over MPI this takes microseconds on a communicator of its own (mpi4py); elsewhere two small Horovod operations.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hvdcomp.schedules.base import Decision, Schedule, Statistics
+
+logger = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """Carries short vectors of float64 between the workers."""
+
+    name: str
+    root: bool
+    """This worker is the one that decides."""
+
+    def sum_to_root(self, vector: np.ndarray) -> np.ndarray:
+        """The element-wise sum over workers, on the root; elsewhere the result means nothing."""
+
+    def from_root(self, vector: np.ndarray) -> np.ndarray:
+        """The root's vector, on every worker."""
+
+
+class Coordinator:
+    """Runs the schedule on the root and hands its decision to every worker."""
+
+    def __init__(self, schedule: Schedule, channel: Channel) -> None:
+        self.schedule = schedule
+        self.channel = channel
+
+    def decide(self, statistics: list[float]) -> Decision:
+        """Blocking; every worker must call it once a step, in the same order."""
+        total = self.channel.sum_to_root(np.array(statistics, dtype=np.float64))
+        vector = np.zeros(Decision.SIZE)
+        if self.channel.root:
+            vector[:] = self.schedule.decide(Statistics.from_vector(total.tolist())).to_vector()
+        return Decision.from_vector(self.channel.from_root(vector).tolist())
+
+    def observe(self, seconds: float, compress_s: float, samples: float) -> None:
+        """Tell the schedule what the last step cost, on the root."""
+        if self.channel.root:
+            self.schedule.observe(seconds, compress_s, samples)
+
+
+class LocalChannel:
+    """For one worker alone."""
+
+    name = "local"
+    root = True
+
+    def sum_to_root(self, vector: np.ndarray) -> np.ndarray:
+        return vector
+
+    def from_root(self, vector: np.ndarray) -> np.ndarray:
+        return vector
+
+
+class MpiChannel:
+    """mpi4py, on a communicator of its own, so that calls match by order whatever else the program sends."""
+
+    name = "mpi"
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.root = communicator.Get_rank() == 0
+
+    def sum_to_root(self, vector: np.ndarray) -> np.ndarray:
+        total = np.empty_like(vector)
+        self._communicator.Reduce(vector, total, root=0)
+        return total
+
+    def from_root(self, vector: np.ndarray) -> np.ndarray:
+        self._communicator.Bcast(vector, root=0)
+        return vector
+
+
+class HorovodChannel:
+    """Horovod's own allreduce and broadcast, for runs without MPI."""
+
+    name = "horovod"
+
+    def __init__(self, hvd: Any, label: str, process_set: Any) -> None:
+        self._hvd = hvd
+        self._label = label
+        self._process_set = process_set
+        self._root_rank = process_set.ranks[0]
+        self.root = hvd.rank() == self._root_rank
+
+    def sum_to_root(self, vector: np.ndarray) -> np.ndarray:
+        total = self._hvd.allreduce(
+            torch.from_numpy(vector), op=self._hvd.Sum, name=f"{self._label}.statistics", process_set=self._process_set
+        )
+        return np.asarray(total.numpy())
+
+    def from_root(self, vector: np.ndarray) -> np.ndarray:
+        sent = self._hvd.broadcast(
+            torch.from_numpy(vector), self._root_rank, name=f"{self._label}.decision", process_set=self._process_set
+        )
+        return np.asarray(sent.numpy())
+
+
+def open_channel(hvd: Any, label: str, process_set: Any) -> Channel:
+    """The fastest channel that this run has; collective over the process set."""
+    if process_set.size() == 1:
+        return LocalChannel()
+    mpi = _mpi_of_this_run(hvd)
+    if mpi is None:
+        return HorovodChannel(hvd, label, process_set)
+    group = mpi.COMM_WORLD.Get_group().Incl(list(process_set.ranks))
+    return MpiChannel(mpi.COMM_WORLD.Create_group(group))
+
+
+def _mpi_of_this_run(hvd: Any) -> Any:
+    """mpi4py's MPI module if Horovod runs over MPI, with threads, and both number the workers alike; else None."""
+    if not (hvd.mpi_built() and hvd.mpi_enabled()):
+        return None
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # Horovod has started MPI, and will end it
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        logger.warning("mpi4py is not usable (%s): decisions travel through Horovod, about a millisecond a step", error)
+        return None
+    if not MPI.Is_initialized() or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return None
+    alike = MPI.COMM_WORLD.Get_size() == hvd.size() and MPI.COMM_WORLD.Get_rank() == hvd.rank()
+    return MPI if alike else None

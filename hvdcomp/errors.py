@@ -1,0 +1,9 @@
+"""The errors of this package."""
+
+
+class WireError(ValueError):
+    """A payload that another worker sent is not what was expected."""
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that must agree do not: their set-up or their parameters differ."""

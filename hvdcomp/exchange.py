@@ -1,0 +1,316 @@
+"""Runs the buckets' rounds over Horovod: named, fused, every phase of every bucket in flight before the next."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hvdcomp.buckets import Bucket
+from hvdcomp.coordinator import Coordinator
+from hvdcomp.errors import ReplicaError
+from hvdcomp.rounds import BucketRun, Context, Fused, Gradients
+from hvdcomp.schedules.base import Decision, Statistics
+
+
+@dataclass
+class StepRecord:
+    """What one exchange did, sent and cost on this worker; sizes in bytes, times in seconds.
+
+    Attributes:
+        step: number of the exchange, from 0.
+        cf: the compression factor that was sent, by the papers' definition (values only); 1 is dense.
+        level: which of ``levels`` was sent, -1 for dense or without an adaptive schedule.
+        levels: the two factors that an adaptive schedule evaluated.
+        gains: the schedule's smoothed gain at each.
+        skipped: some worker met a NaN or an Inf, so all left this step out.
+        bytes_sent: payload that this worker handed to collectives.
+        bytes_dense: what plain Horovod would have handed over.
+        bytes_received: what arrived: the other workers' payloads of an allgather, the ring's share of an allreduce.
+        exchanges: collectives, decisions apart.
+        compress_s: selecting, encoding, decoding, feedback.
+        exchange_s: from the first collective's start to the last one's end.
+        wait_s: the part of it in which this worker only waited.
+        decide_s: waiting for the decision.
+    """
+
+    step: int
+    cf: float = 1.0
+    level: int = -1
+    levels: tuple[float, float] | None = None
+    gains: tuple[float, float] | None = None
+    skipped: bool = False
+    bytes_sent: int = 0
+    bytes_dense: int = 0
+    bytes_received: int = 0
+    exchanges: int = 0
+    compress_s: float = 0.0
+    exchange_s: float = 0.0
+    wait_s: float = 0.0
+    decide_s: float = 0.0
+
+    def count(self, fused: Fused, received: int) -> None:
+        """Book one collective."""
+        self.exchanges += 1
+        self.bytes_sent += fused.buffer.numel() * fused.buffer.element_size()
+        self.bytes_received += received
+
+
+class Transport(Protocol):
+    """Starts collectives by name and waits for them."""
+
+    worker: int
+    workers: int
+
+    def start(self, fused: Fused, name: str) -> Callable[[], Tensor]:
+        """Begin a collective; the returned call waits for its result."""
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Every worker's JSON-able value, in worker order."""
+
+
+class LocalTransport:
+    """One worker alone: every collective returns what it was given."""
+
+    worker = 0
+    workers = 1
+
+    def start(self, fused: Fused, name: str) -> Callable[[], Tensor]:
+        return lambda: fused.buffer
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        return [value]
+
+
+class HorovodTransport:
+    """Horovod's asynchronous operations over a process set."""
+
+    def __init__(self, hvd: Any, process_set: Any, predivide_factor: float = 1.0) -> None:
+        self._hvd = hvd
+        self._process_set = process_set
+        self._predivide_factor = predivide_factor
+        self.worker = process_set.rank()
+        self.workers = process_set.size()
+
+    def start(self, fused: Fused, name: str) -> Callable[[], Tensor]:
+        if fused.kind == "allreduce":
+            return self._wait(self._allreduce(fused, name))
+        if fused.kind == "allgather":
+            return self._wait(self._hvd.allgather_async(fused.buffer, name=name, process_set=self._process_set))
+        handle = self._hvd.alltoall_async(fused.buffer, name=name, process_set=self._process_set)
+        return self._wait(handle)
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int64)
+        lengths = self._hvd.allgather(length, name=f"{name}.length", process_set=self._process_set).tolist()
+        gathered = self._hvd.allgather(data, name=name, process_set=self._process_set)
+        return [json.loads(part.numpy().tobytes()) for part in gathered.split(lengths)]
+
+    def _allreduce(self, fused: Fused, name: str) -> int:
+        operation = self._hvd.allreduce_async_ if fused.owned else self._hvd.allreduce_async
+        scaling: dict[str, Any]
+        if fused.buffer.dtype == torch.float16:  # divided before the sum, which would overflow at 65504
+            scaling = {"op": self._hvd.Sum, "prescale_factor": 1 / self.workers}
+        else:
+            factor = self._predivide_factor
+            scaling = {"op": self._hvd.Average, "prescale_factor": 1 / factor, "postscale_factor": factor}
+        return int(operation(fused.buffer, name=name, process_set=self._process_set, **scaling))
+
+    def _wait(self, handle: int) -> Callable[[], Tensor]:
+        def wait() -> Tensor:
+            result = self._hvd.synchronize(handle)
+            return result[0] if isinstance(result, tuple) else result
+
+        return wait
+
+
+def bytes_received(fused: Fused, result: Tensor, workers: int) -> int:
+    """What arrives at one worker: the others' payloads, or a ring allreduce's share."""
+    sent = fused.buffer.numel() * fused.buffer.element_size()
+    if fused.kind == "allgather":
+        return result.numel() * result.element_size() - sent
+    share = sent * (workers - 1) // workers
+    return 2 * share if fused.kind == "allreduce" else share
+
+
+@dataclass
+class _Flight:
+    """A bucket under way, and the collectives of its present phase."""
+
+    run: BucketRun
+    fused: list[Fused] = field(default_factory=list)
+    waits: list[Callable[[], Tensor]] = field(default_factory=list)
+
+
+class Exchange:
+    """Exchanges all buckets once a step.
+
+    Args:
+        buckets: alike on every worker.
+        transport: carries the collectives.
+        coordinator: None with a static schedule, which needs no decisions.
+        label: prefix of the operations' names, unique to the optimizer.
+        check_finite: skip a step in which any worker meets a NaN or an Inf.
+        static_cf: what :attr:`StepRecord.cf` says without a coordinator.
+        clock: seconds; a replayed one replays the schedule's decisions.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        transport: Transport,
+        coordinator: Coordinator | None,
+        *,
+        label: str,
+        check_finite: bool,
+        static_cf: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.buckets = buckets
+        self.transport = transport
+        self.coordinator = coordinator
+        self.levels = coordinator.schedule.levels if coordinator is not None else None
+        self.step = 0
+        self.label = label
+        self.clock = clock
+        self._check_finite = check_finite
+        self._static_cf = static_cf
+        self._flights: dict[int, _Flight] = {}
+        self._record = StepRecord(0)
+        self._first_start: float | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Some bucket has been started since the last :meth:`finish`."""
+        return bool(self._flights)
+
+    def start(self, bucket: Bucket, gradients: Gradients, *, scale: float = 1.0, summed: bool = False) -> None:
+        """Begin a bucket's exchange without waiting for anybody.
+
+        Args:
+            scale: loss scale of the gradients (a power of two).
+            summed: the sum over workers is wanted, not the mean.
+        """
+        if not self._flights:
+            self._record = StepRecord(self.step, levels=self.levels)
+            self._first_start = None
+        context = Context(
+            self.transport.worker, self.transport.workers, self.step, self.levels, self._check_finite, scale, summed
+        )
+        flight = _Flight(BucketRun(bucket, gradients, context))
+        self._flights[bucket.index] = flight
+        with self._timed("compress_s"):
+            flight.run.begin()
+        if self.coordinator is None:
+            self._launch(flight)
+
+    def finish(self) -> StepRecord:
+        """Complete the exchange of all buckets that were started, and commit it or, on every worker alike, skip it."""
+        record = self._record
+        decision = self._decide()
+        flights = [self._flights[index] for index in sorted(self._flights)]
+        if decision is not None and decision.skip:
+            record.skipped = True
+        else:
+            self._run_all(flights, decision)
+            record.skipped = not all(flight.run.settled() for flight in flights)
+        with self._timed("compress_s"):
+            for flight in flights:
+                if record.skipped:
+                    flight.run.abort()
+                else:
+                    flight.run.commit()
+        self._flights.clear()
+        self.step += 1
+        return record
+
+    def drop(self) -> None:
+        """Forget what is under way: after a failed collective nothing of it can be completed."""
+        for flight in self._flights.values():
+            flight.run.abort()
+        self._flights.clear()
+
+    def _decide(self) -> Decision | None:
+        record = self._record
+        if self.coordinator is None:
+            record.cf = self._static_cf
+            return None
+        with self._timed("compress_s"):
+            shares = [flight.run.statistics() for flight in self._flights.values()]
+            total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE
+        with self._timed("decide_s"):
+            decision = self.coordinator.decide(total)
+        record.cf, record.level, record.gains = decision.cf, decision.level, decision.gains
+        self.levels = decision.levels
+        return decision
+
+    def _run_all(self, flights: list[_Flight], decision: Decision | None) -> None:
+        if decision is not None:
+            for flight in flights:
+                with self._timed("compress_s"):
+                    flight.run.decide(decision.level)
+                self._launch(flight)
+        while any(flight.fused for flight in flights):
+            for flight in flights:
+                self._land(flight)
+        if self._first_start is not None:
+            self._record.exchange_s = self.clock() - self._first_start
+
+    def _launch(self, flight: _Flight) -> None:
+        with self._timed("compress_s"):
+            flight.fused = flight.run.fuse()
+        if self._first_start is None and flight.fused:
+            self._first_start = self.clock()
+        prefix = f"{self.label}.{flight.run.bucket.index}.{flight.run.phase}"
+        flight.waits = [self.transport.start(fused, f"{prefix}.{fused.key}") for fused in flight.fused]
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a bucket's phase and launch the next."""
+        if not flight.fused:
+            return
+        with self._timed("wait_s"):
+            results = [wait() for wait in flight.waits]
+        for fused, result in zip(flight.fused, results, strict=True):
+            self._record.count(fused, bytes_received(fused, result, self.transport.workers))
+        with self._timed("compress_s"):
+            flight.run.answer(flight.fused, results)
+        self._launch(flight)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = self.clock()
+        yield
+        setattr(self._record, what, getattr(self._record, what) + self.clock() - began)
+
+
+def check_alike(transport: Transport, description: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Every worker's description, after a check that their ``"same"`` parts agree.
+
+    Raises:
+        ReplicaError: on every worker, naming the first difference.
+    """
+    everyone = transport.gather_objects(description, name)
+    first = everyone[0]["same"]
+    for worker, other in enumerate(everyone[1:], 1):
+        for key in first:
+            if other["same"].get(key) != first[key]:
+                raise ReplicaError(
+                    f"worker {worker} differs from worker 0 in {_difference(key, first[key], other['same'].get(key))}; "
+                    "every worker must build the same model and optimizer"
+                )
+    return everyone
+
+
+def _difference(key: str, left: Any, right: Any) -> str:
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return f"{key}: {right!r} instead of {left!r}"
+    for name in [*left, *right]:
+        if left.get(name) != right.get(name):
+            return f"{key} {name!r}: {right.get(name, 'missing')!r} instead of {left.get(name, 'missing')!r}"
+    return f"the order of {key}"

@@ -1,0 +1,42 @@
+"""Horovod's PyTorch module, imported when it is first needed, with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def horovod() -> Any:
+    """The module ``horovod.torch``.
+
+    Raises:
+        ImportError: Horovod is not installed, or was built without PyTorch.
+    """
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ImportError(
+            f"hvdcomp needs Horovod built for this PyTorch, which pip alone cannot do ({error}): run launch/setup.sh, "
+            "which builds it, or see Horovod's installation guide (HOROVOD_WITH_PYTORCH=1)"
+        ) from error
+    return hvd
+
+
+def initialised_horovod() -> Any:
+    """:func:`horovod`, after a check that ``hvd.init()`` was called and found the workers that the launcher started.
+
+    Raises:
+        ValueError: ``hvd.init()`` was not called.
+        RuntimeError: the launcher started several processes, but Horovod sees one.
+    """
+    hvd = horovod()
+    if not hvd.is_initialized():
+        raise ValueError("Horovod is not initialised: call hvd.init() before making the optimizer")
+    started = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
+    if hvd.size() == 1 and started > 1:
+        raise RuntimeError(
+            f"mpirun started {started} processes, but Horovod sees a world of 1: HOROVOD_CONTROLLER is "
+            f"{os.environ.get('HOROVOD_CONTROLLER', 'not set')!r}; unset it (gloo needs horovodrun), or use a Horovod "
+            "that was built with MPI"
+        )
+    return hvd

@@ -1,0 +1,662 @@
+"""The drop-in for ``hvd.DistributedOptimizer``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import itertools
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdcomp import checkpointing
+from hvdcomp.buckets import Bucket, Layout, Spec, natural_key
+from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.coordinator import Coordinator, open_channel
+from hvdcomp.errors import ReplicaError
+from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRecord, Transport, check_alike
+from hvdcomp.horovod_api import initialised_horovod
+from hvdcomp.plugin import as_compressor, check_op
+from hvdcomp.schedules import Schedule, Static
+from hvdcomp.schedules import create as create_schedule
+
+logger = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "HVDCOMP_DISABLE"
+"""Environment variable: set to 1, it gives back stock Horovod."""
+
+_numbers = itertools.count()
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Compressor | str | Any = "none",
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+    *,
+    schedule: Schedule | str | None = None,
+    granularity: str = "tensor",
+    bucket_mb: float = 25.0,
+    exclude: Sequence[str] | None = None,
+    grad_scaler: Any = None,
+) -> Any:
+    """An optimizer that exchanges compressed gradients between Horovod's workers before each step.
+
+    The first ten arguments are those of ``hvd.DistributedOptimizer``, in its order and with its meaning.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; its state, defaults and parameter groups are kept.
+        named_parameters: ``model.named_parameters()``; names must be the same on all workers.
+        compression: a compressor (``hvdcomp.TopK(cf=100)``), its name (``"topk"``), or Horovod's ``Compression.*``.
+        backward_passes_per_step: gradients of so many backward passes are summed (not averaged) before an exchange.
+        op: ``hvd.Average`` (default) or ``hvd.Sum``; ``hvd.Adasum`` without a compressor only.
+        gradient_predivide_factor: gradients are divided by it before the sum, by size / it after; Average only.
+        num_groups: deprecated by Horovod; see ``groups``.
+        groups: the buckets, as a number or as lists of parameters; others form a bucket each.
+        sparse_as_dense: exchange sparse gradients as dense ones.
+        process_set: the workers that exchange, all by default.
+        schedule: chooses the compression factor of each step: ``hvdcomp.schedules.GraVAC()``, a name, or None for the
+            compressor's own.
+        granularity: what the compressor sees as one: a "tensor", a "bucket", or the "model".
+        bucket_mb: MiB of gradients that travel together.
+        exclude: globs on names of tensors that stay dense; "1d" stands for all with fewer than two dimensions. None is
+            the compressor's default ("1d" for sparse and low-rank methods, nothing for casts); () excludes nothing.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, so that residuals are kept without its scale.
+
+    Returns:
+        An instance of the optimizer's own class with ``synchronize()``, ``skip_synchronize()``,
+        ``compressor_state_dict()``, ``load_compressor_state_dict()``, ``check_replicas()``, ``untimed()``, and the
+        attributes ``last_step`` (:class:`hvdcomp.StepRecord`) and ``samples``.
+
+    Raises:
+        ValueError: an argument is not allowed, or two do not fit.
+        RuntimeError: in elastic mode, or where Horovod does not see the workers that were started.
+    """
+    hvd = initialised_horovod()
+    op = hvd.Average if op is None else op
+    process_set = hvd.global_process_set if process_set is None else process_set
+    groups = _checked_groups(groups, num_groups)
+    stock = {
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+    }
+    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+        logger.warning("%s is set: this is stock Horovod, without compression", DISABLE_VARIABLE)
+        return hvd.DistributedOptimizer(optimizer, named_parameters, _stock_compression(hvd, compression), **stock)
+    compressor = as_compressor(compression)
+    check_op(hvd, compressor, op)
+    if op == hvd.Adasum:
+        return hvd.DistributedOptimizer(optimizer, named_parameters, hvd.Compression.none, **stock)
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise RuntimeError(
+            "hvdcomp does not support Horovod's elastic mode yet: a new worker would start without residuals; "
+            f"run a fixed number of workers, or set {DISABLE_VARIABLE}=1 for stock Horovod"
+        )
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
+    if gradient_predivide_factor != 1.0 and op != hvd.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    schedule, compressor = _scheduled(schedule, compressor)
+    layout = Layout(compressor, granularity, bucket_mb, _exclusions(exclude, compressor))
+    namespace = {name: value for name, value in vars(_Distributed).items() if name not in ("__dict__", "__weakref__")}
+    # Horovod's broadcast_optimizer_state knows a distributed optimizer by the module of its class.
+    namespace |= {"_wrapped": type(optimizer), "__module__": "horovod.torch.optimizer"}
+    distributed: Any = type(type(optimizer).__name__, (type(optimizer),), namespace)
+    made = distributed.__new__(distributed)
+    made._adopt(optimizer)
+    made._set_up(
+        hvd, named_parameters, layout, schedule, backward_passes_per_step, op == hvd.Sum, gradient_predivide_factor,
+        groups, sparse_as_dense, process_set, grad_scaler,
+    )  # fmt: skip
+    _refuse_join(hvd, made)
+    return made
+
+
+class _Distributed(torch.optim.Optimizer):
+    """The methods of a distributed optimizer; its class is made from these and the class of the user's optimizer."""
+
+    _wrapped: type[torch.optim.Optimizer]
+
+    samples: float
+    last_step: StepRecord | None
+
+    # -- construction
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over all that the user's optimizer is; its ``step`` may have been replaced by a scheduler's counter."""
+        self.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
+        self._patch_step_function()
+
+    def _set_up(
+        self,
+        hvd: Any,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        layout: Layout,
+        schedule: Schedule,
+        backward_passes_per_step: int,
+        summed: bool,
+        predivide_factor: float,
+        groups: int | list[list[Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: Any,
+        grad_scaler: Any,
+    ) -> None:
+        self.backward_passes_per_step = backward_passes_per_step
+        self.process_set = process_set
+        self.samples = 1.0
+        self.last_step = None
+        self.schedule = schedule
+        self.compression = layout.compressor
+        self._hvd = hvd
+        self._label = f"hvdcomp.{next(_numbers)}"
+        self._layout = layout
+        self._groups = groups
+        self._summed = summed
+        self._sparse_as_dense = sparse_as_dense
+        self._grad_scaler = grad_scaler
+        self._names = _checked_names(named_parameters, self.param_groups)
+        self._parameters: dict[str, Tensor] = {}
+        self._bucket_of: dict[str, Bucket] = {}
+        self._missing: dict[int, int] = {}
+        self._delay: dict[str, int] = {}
+        self._exchange: Exchange | None = None
+        self._restored: dict[str, Any] | None = None
+        self._synchronized = False
+        self._should_synchronize = True
+        self._skip_step = False
+        self._fired = False
+        self._lap_start: float | None = None
+        self._untimed_s = 0.0
+        self._transport: Transport | None = None
+        if process_set.included():
+            self._transport = _open_transport(hvd, process_set, predivide_factor)
+            schedule.prepare(self._transport.workers)
+        self._take_part(self._new_parameters())
+
+    def _new_parameters(self) -> dict[str, Tensor]:
+        """Parameters that need gradients and do not take part yet: all at first, later the added and the unfrozen."""
+        found = {}
+        for i, group in enumerate(self.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                name = self._names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
+                if parameter.requires_grad and name not in self._parameters:
+                    found[name] = parameter
+        return found
+
+    def _take_part(self, parameters: dict[str, Tensor]) -> None:
+        if self._transport is None or not parameters:
+            return
+        for name, parameter in parameters.items():
+            self._parameters[name] = parameter
+            self._delay[name] = self.backward_passes_per_step
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+        if self._exchange is not None:
+            specs = [Spec.of(name, parameter) for name, parameter in parameters.items()]
+            self._add_buckets(self._layout.buckets(specs, first_index=len(self._exchange.buckets)))
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        owner = weakref.ref(self)
+
+        def hook(_: Tensor) -> None:
+            optimizer = owner()
+            if optimizer is not None:
+                optimizer._on_gradient(name)
+
+        return hook
+
+    def _build(self) -> Exchange:
+        """Agree with the other workers on the layout: at the first exchange, when sparse gradients are known.
+
+        Raises:
+            ReplicaError: on every worker, if their models or optimizers differ.
+        """
+        assert self._transport is not None
+        specs = [Spec.of(name, parameter) for name, parameter in self._parameters.items()]
+        groups = self._group_names(specs)
+        channel = open_channel(self._hvd, self._label, self.process_set) if self.schedule.adaptive else None
+        sparse = [spec.name for spec in specs if self._has_sparse_gradient(spec.name)]
+        everyone = check_alike(
+            self._transport,
+            {"same": self._description(specs, groups, channel), "sparse": sparse},
+            f"{self._label}.layout",
+        )
+        sparse_names = {name for worker in everyone for name in worker["sparse"]}
+        buckets = self._layout.buckets(specs, groups=groups, sparse=sparse_names)
+        exchange = Exchange(
+            [],
+            self._transport,
+            Coordinator(self.schedule, channel) if channel is not None else None,
+            label=self._label,
+            check_finite=self.compression.checks_finite,
+            static_cf=getattr(self.compression, "cf", 1.0),
+            clock=self.schedule.clock,
+        )
+        self._exchange = exchange
+        self._add_buckets(buckets)
+        if self._restored is not None:
+            checkpointing.restore(exchange, self._restored)
+            self._restored = None
+        self._log_memory()
+        return exchange
+
+    def _add_buckets(self, buckets: list[Bucket]) -> None:
+        assert self._exchange is not None
+        self._exchange.buckets.extend(buckets)
+        for bucket in buckets:
+            self._missing[bucket.index] = len(bucket.members)
+            for member in bucket.members:
+                self._bucket_of[member.name] = bucket
+
+    def _description(self, specs: list[Spec], groups: Any, channel: Any) -> dict[str, Any]:
+        return {
+            "parameters": {spec.name: [list(spec.shape), str(spec.dtype)] for spec in specs},
+            "compression": repr(self.compression),
+            "schedule": {key: repr(value) for key, value in self.schedule.describe().items()},
+            "granularity": self._layout.granularity,
+            "bucket_mb": self._layout.bucket_mb,
+            "exclude": list(self._layout.exclude),
+            "groups": groups,
+            "op": "Sum" if self._summed else "Average",
+            "decisions": channel.name if channel is not None else None,
+            "sparse_as_dense": self._sparse_as_dense,
+        }
+
+    def _group_names(self, specs: list[Spec]) -> list[list[str]] | None:
+        """The names in each of the user's groups."""
+        if self._groups is None or self._groups == 0:
+            return None
+        if isinstance(self._groups, int):
+            names = sorted((spec.name for spec in specs), key=natural_key)
+            size = -(-len(names) // self._groups)
+            return [names[i : i + size] for i in range(0, len(names), size)]
+        return [[self._names[parameter] for parameter in group] for group in self._groups]
+
+    def _has_sparse_gradient(self, name: str) -> bool:
+        gradient = self._parameters[name].grad
+        return gradient is not None and gradient.is_sparse and not self._sparse_as_dense
+
+    def _log_memory(self) -> None:
+        if self._transport is not None and self._transport.worker == 0:
+            logger.info("residuals for error feedback take %.1f MiB on every worker", self.residual_nbytes / 2**20)
+
+    # -- gradients
+
+    def _on_gradient(self, name: str) -> None:
+        """A gradient has been accumulated; the last of a bucket starts its exchange, without waiting for anybody."""
+        if self._synchronized:
+            self._synchronized = False
+            self._skip_step = False
+        if self._delay[name] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        self._fired = True
+        self._delay[name] -= 1
+        if self._exchange is None or self._delay[name] > 0 or name not in self._bucket_of:
+            return
+        bucket = self._bucket_of[name]
+        self._missing[bucket.index] -= 1
+        if self._missing[bucket.index] == 0:
+            self._start(self._exchange, bucket)
+
+    def _start(self, exchange: Exchange, bucket: Bucket) -> None:
+        self._missing[bucket.index] = 0
+        scale = float(self._grad_scaler.get_scale()) if self._grad_scaler is not None else 1.0
+        exchange.start(bucket, _ParameterGradients(self._parameters), scale=scale, summed=self._summed)
+
+    def synchronize(self) -> None:
+        """Exchange the gradients and write their mean into every ``p.grad``; blocking.
+
+        A second call before new gradients arrive does nothing. If any worker met a NaN or an Inf, all gradients become
+        NaN on every worker and the next ``step()`` leaves the parameters alone; residuals stay as they were.
+        """
+        if self._synchronized:
+            return
+        self._synchronized = True
+        if self._transport is None:
+            return
+        self._take_part(self._new_parameters())
+        exchange = self._exchange or self._build()
+        started = {bucket.index for bucket in exchange.buckets if self._missing[bucket.index] == 0}
+        try:
+            for bucket in exchange.buckets:
+                if bucket.index not in started:
+                    self._start(exchange, bucket)
+            record = exchange.finish()
+        except BaseException:
+            exchange.drop()
+            raise
+        finally:
+            self._reset_delays()
+        if record.skipped:
+            self._skip_step = True
+            self._poison()
+        self._finish_record(exchange, record)
+
+    def _reset_delays(self) -> None:
+        self._fired = False
+        for name in self._delay:
+            self._delay[name] = self.backward_passes_per_step
+        if self._exchange is not None:
+            for bucket in self._exchange.buckets:
+                self._missing[bucket.index] = len(bucket.members)
+
+    def _poison(self) -> None:
+        """NaN in every gradient, so that a GradScaler backs off on every worker."""
+        for parameter in self._parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, torch.nan)
+
+    def _finish_record(self, exchange: Exchange, record: StepRecord) -> None:
+        record.bytes_dense = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self.last_step = record
+        now = exchange.clock()
+        if self._lap_start is not None and exchange.coordinator is not None:
+            exchange.coordinator.observe(now - self._lap_start - self._untimed_s, record.compress_s, self.samples)
+        self._lap_start = now
+        self._untimed_s = 0.0
+
+    # -- the optimizer's interface
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Exchange, then let the wrapped optimizer step.
+
+        Args:
+            closure: computes gradients and returns the loss; it runs before the exchange.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._should_synchronize:
+            self.synchronize()
+        self._synchronized = False
+        if self._skip_step:
+            self._skip_step = False
+            return loss
+        wrapped: Any = self._wrapped.step
+        plain = wrapped.__wrapped__ if getattr(wrapped, "hooked", False) else wrapped  # step hooks fire once, for us
+        if closure is None:
+            return plain(self)
+        return plain(self, self._replay(closure, loss))
+
+    def _replay(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
+        """The closure for the wrapped optimizer: its first evaluation is already done and exchanged."""
+        done = [loss]
+
+        def evaluate() -> Any:
+            if done:
+                return done.pop()
+            with torch.enable_grad():
+                again = closure()
+            self.synchronize()
+            return again
+
+        return evaluate
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, ``step()`` does not exchange: for use after ``synchronize()`` and, say, gradient clipping."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``.
+
+        Raises:
+            AssertionError: between ``backward()`` and ``step()`` or ``synchronize()``, while gradients are exchanged.
+        """
+        if self._fired:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        self._synchronized = False
+        self._skip_step = False
+        self._wrapped.zero_grad(self, set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``, at the same step on all workers."""
+        self._wrapped.add_param_group(self, param_group)
+        self._take_part(self._new_parameters())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.load_state_dict``; residuals are loaded by ``load_compressor_state_dict``."""
+        if self._exchange is not None:
+            self._exchange.drop()
+        self._synchronized = False
+        self._should_synchronize = True
+        self._reset_delays()
+        self._wrapped.load_state_dict(self, state_dict)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes an exchange waits for."""
+        self.backward_passes_per_step = passes
+        self._reset_delays()
+
+    # -- beyond Horovod's
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Bytes of all residuals on this worker; 0 before the first exchange."""
+        parts = [part for bucket in (self._exchange.buckets if self._exchange else []) for part in bucket.parts]
+        return sum(part.feedback.residual.nbytes for part in parts if part.feedback is not None)
+
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What happens within it (an evaluation, a checkpoint) is no part of the iteration time that schedules see."""
+        began = self.schedule.clock()
+        try:
+            yield
+        finally:
+            self._untimed_s += self.schedule.clock() - began
+
+    def compressor_state_dict(self) -> dict[str, Any]:
+        """This worker's residuals, the compressors' states, the step and the schedule: every worker saves its own."""
+        if self._transport is None:
+            raise ValueError("this process is not in the optimizer's process set, so it has no compressor state")
+        if self._exchange is None:
+            return copy.deepcopy(self._restored) if self._restored is not None else checkpointing.empty(self._transport)
+        return checkpointing.state_of(self._exchange)
+
+    def load_compressor_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], on_world_change: str = "error"
+    ) -> None:
+        """Go on from :meth:`compressor_state_dict`.
+
+        Args:
+            state: this worker's own state, or those of all workers that saved, in any order.
+            on_world_change: what to do when the number of workers is another: "mean" gives every worker the mean of
+                the residuals, which keeps what was not sent yet (needs all states); "drop" starts from zero residuals;
+                "error" refuses.
+
+        Raises:
+            ValueError: the state does not fit this model, this worker, or the number of workers; nothing has changed.
+        """
+        if self._transport is None:
+            return
+        specs = {name: Spec.of(name, parameter) for name, parameter in self._parameters.items()}
+        chosen = checkpointing.choose(state, self._transport, specs, on_world_change)
+        checkpointing.load_schedule(self.schedule, chosen)
+        if self._exchange is None:
+            self._restored = chosen
+        else:
+            checkpointing.restore(self._exchange, chosen)
+
+    def check_replicas(self) -> None:
+        """Compare all parameters bitwise between the workers; collective.
+
+        Raises:
+            ReplicaError: on every worker, naming the first parameter that differs.
+        """
+        if self._transport is None:
+            return
+        digests = {name: _digest(parameter) for name, parameter in sorted(self._parameters.items())}
+        everyone = self._transport.gather_objects(digests, f"{self._label}.replicas")
+        for worker, other in enumerate(everyone[1:], 1):
+            for name in digests:
+                if other.get(name) != everyone[0].get(name):
+                    raise ReplicaError(f"parameter {name!r} of worker {worker} differs from worker 0's")
+
+
+class _ParameterGradients:
+    """Gradients are read from and written to ``p.grad``."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+
+    def read(self, spec: Spec) -> Tensor | None:
+        gradient = self._parameters[spec.name].grad
+        return None if gradient is None else gradient.detach()
+
+    def target(self, spec: Spec, dtype: torch.dtype) -> Tensor | None:
+        gradient = self._parameters[spec.name].grad
+        usable = gradient is not None and not gradient.is_sparse and gradient.dtype == dtype
+        if gradient is None or not usable or not gradient.is_contiguous():
+            return None
+        return gradient.detach().view(-1)
+
+    def write(self, spec: Spec, mean: Tensor) -> None:
+        parameter = self._parameters[spec.name]
+        if not parameter.requires_grad:  # frozen since: it takes part in the exchange, but must not move
+            return
+        if mean.is_sparse:
+            parameter.grad = mean
+        elif parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = mean.view(spec.shape).to_sparse(1)
+        elif parameter.grad is not None:
+            parameter.grad.detach().copy_(mean.view(spec.shape))
+        else:
+            parameter.grad = mean.view(spec.shape).to(spec.dtype, copy=True)
+
+
+def _open_transport(hvd: Any, process_set: Any, predivide_factor: float) -> Transport:
+    if process_set.size() == 1:
+        return LocalTransport()
+    return HorovodTransport(hvd, process_set, predivide_factor)
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _exclusions(exclude: Sequence[str] | None, compressor: Compressor) -> tuple[str, ...]:
+    if isinstance(exclude, str):
+        raise ValueError(f"exclude must be a sequence of name globs such as ['*.bias'], got the string {exclude!r}")
+    return compressor.default_exclude if exclude is None else tuple(exclude)
+
+
+def _checked_names(
+    named_parameters: Iterable[tuple[str, Tensor]] | None, param_groups: list[dict[str, Any]]
+) -> dict[Tensor, str]:
+    """Parameter -> name."""
+    if named_parameters is None:
+        return {}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    named = {id(parameter) for _, parameter in pairs}
+    unnamed = [p.shape for group in param_groups for p in group["params"] if id(p) not in named]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Their shapes: "
+            + ", ".join(str(tuple(shape)) for shape in unnamed)
+        )
+    return {parameter: name for name, parameter in pairs}
+
+
+def _checked_groups(groups: Any, num_groups: int) -> Any:
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return None
+    if not (isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    if isinstance(groups, list):
+        members = [parameter for group in groups for parameter in group]
+        if not all(isinstance(parameter, Tensor) for parameter in members):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if len({id(parameter) for parameter in members}) != len(members):
+            raise ValueError("A parameter can only appear once in groups.")
+    return groups
+
+
+def _scheduled(schedule: Schedule | str | None, compressor: Compressor) -> tuple[Schedule, Compressor]:
+    """The schedule as an object, and the compressor with the factor that a static schedule gives it."""
+    chosen = Static() if schedule is None else create_schedule(schedule) if isinstance(schedule, str) else schedule
+    if not isinstance(chosen, Schedule):
+        raise ValueError(f"schedule must be a name or a hvdcomp.schedules.Schedule, got {schedule!r}")
+    cf = chosen.cf if isinstance(chosen, Static) else None
+    if (chosen.adaptive or cf is not None) and not compressor.has_levels:
+        raise ValueError(
+            f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
+            "use topk or randomk, or leave the schedule out"
+        )
+    return chosen, compressor if cf is None else compressor.with_parameters(cf=cf)
+
+
+def _stock_compression(hvd: Any, compression: Any) -> Any:
+    """What stock Horovod can do with the argument: its own compressions, else none."""
+    own = isinstance(compression, type) and issubclass(compression, hvd.compression.Compressor)
+    return compression if own else hvd.Compression.none
+
+
+def _refuse_join(hvd: Any, optimizer: Any) -> None:
+    """Make ``hvd.join`` say at once what would otherwise hang: other workers wait for this one's payload."""
+    if isinstance(optimizer.compression, NoCompression):
+        return
+    _live.add(optimizer)
+    if getattr(hvd.join, "_hvdcomp_refuses", False):
+        return
+    stock_join = hvd.join
+
+    def join(*arguments: Any, **keywords: Any) -> Any:
+        if len(_live):
+            raise RuntimeError(
+                "hvd.join() does not work with compressed gradients: Horovod's join cannot complete an allgather. Give "
+                "every worker the same number of steps (drop or repeat the last batches)"
+            )
+        return stock_join(*arguments, **keywords)
+
+    join._hvdcomp_refuses = True  # type: ignore[attr-defined]
+    hvd.join = join
+
+
+__all__ = ["DISABLE_VARIABLE", "DistributedOptimizer"]

@@ -1,0 +1,289 @@
+"""One bucket's step, phase by phase: accumulate, run every unit's rounds together, commit or abort.
+
+Whoever carries the fused requests, Horovod or the simulation, drives the same :class:`BucketRun`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hvdcomp.buckets import Bucket, Part, Spec
+from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Decide, Reduced, Request, Rounds
+from hvdcomp.kernels import squared_norm
+from hvdcomp.schedules.base import Statistics
+from hvdcomp.sparse_gradients import SparseRows, as_rows, no_rows, sparse_rounds
+from hvdcomp.wire import decode_frames, encode_frame
+
+_KINDS: dict[type, str] = {Allreduce: "allreduce", Allgather: "allgather", Alltoall: "alltoall"}
+
+
+class Gradients(Protocol):
+    """Where a step's gradients come from and where their mean goes."""
+
+    def read(self, spec: Spec) -> Tensor | None:
+        """The gradient (dense or sparse), or None where this worker has none."""
+
+    def write(self, spec: Spec, mean: Tensor) -> None:
+        """Take the mean: flat, or sparse where the gradient is."""
+
+    def target(self, spec: Spec, dtype: torch.dtype) -> Tensor | None:
+        """A flat view to write the mean into directly, None where there is none of this type."""
+
+
+@dataclass
+class Fused:
+    """Requests of one kind and type that travel as one buffer."""
+
+    kind: str
+    buffer: Tensor
+    parts: list[int]
+    owned: bool
+    """The buffer is a copy of ours, which may be overwritten."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}.{str(self.buffer.dtype).removeprefix('torch.')}"
+
+
+@dataclass
+class Context:
+    """What all buckets of a step share."""
+
+    worker: int
+    workers: int
+    step: int
+    levels: tuple[float, float] | None
+    check_finite: bool
+    scale: float = 1.0
+    """Loss scale of the gradients; residuals are kept without it."""
+    summed: bool = False
+    """The gradients' sum is wanted, not their mean."""
+
+
+@dataclass
+class BucketRun:
+    """The step of one bucket on one worker."""
+
+    bucket: Bucket
+    gradients: Gradients
+    context: Context
+    phase: int = 0
+    finite: bool = True
+    """No worker is known to have met a NaN or an Inf in this bucket."""
+    _generators: dict[int, Rounds] = field(default_factory=dict)
+    _waiting: dict[int, Request] = field(default_factory=dict)
+    _outcomes: dict[int, Reduced] = field(default_factory=dict)
+    _accumulated: set[int] = field(default_factory=set)
+    _acc: dict[int, Tensor] = field(default_factory=dict)
+    _grad_norms: dict[int, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Add the gradients to the residuals and run every unit up to its first request."""
+        locally_finite = True
+        for number, part in enumerate(self.bucket.parts):
+            unit, context = part.unit, self.context
+            unit.worker, unit.workers, unit.step = context.worker, context.workers, context.step
+            unit.levels = context.levels if part.compressed else None
+            if part.sparse:
+                self._generators[number] = self._sparse_rounds(part)
+                continue
+            locally_finite &= self._accumulate(number, part)
+            self._generators[number] = part.compressor.rounds(self._acc[number], unit)
+        self.finite = locally_finite
+        for number, generator in self._generators.items():
+            self._advance(number, lambda generator=generator: next(generator))  # type: ignore[misc]
+
+    @property
+    def deciding(self) -> bool:
+        """Some unit waits for a decision."""
+        return any(isinstance(request, Decide) for request in self._waiting.values())
+
+    def statistics(self) -> list[float]:
+        """This bucket's share of the step's :class:`Statistics`, as a vector."""
+        total = [0.0] * Statistics.SIZE
+        for number, request in self._waiting.items():
+            if isinstance(request, Decide):
+                total = [a + b for a, b in zip(total, self._unit_statistics(number, request), strict=True)]
+        if not self.finite:
+            total[-1] = 1.0
+        return total
+
+    def decide(self, level: int) -> None:
+        """Answer every unit that waits for the decision."""
+        for number, request in list(self._waiting.items()):
+            if isinstance(request, Decide):
+                self._send(number, level)
+
+    def fuse(self) -> list[Fused]:
+        """The requests of this phase, those of one kind and type together; none when the bucket is done."""
+        groups: dict[tuple[str, str], list[int]] = {}
+        for number, request in sorted(self._waiting.items()):
+            dtype = "" if isinstance(request, Allgather) else str(_tensor_of(request).dtype)
+            groups.setdefault((_KINDS[type(request)], dtype), []).append(number)
+        return [self._fuse(kind, numbers) for (kind, _), numbers in sorted(groups.items())]
+
+    def answer(self, fused: list[Fused], answers: list[Tensor]) -> None:
+        """Hand each unit its part of what the collectives of :meth:`fuse` returned, and run it to its next request."""
+        split: dict[int, Any] = {}
+        for request, result in zip(fused, answers, strict=True):
+            split.update(self._split(request, result))
+        self.phase += 1
+        for number, value in split.items():
+            self._send(number, value)
+
+    def settled(self) -> bool:
+        """False where a mean overflowed, or any worker met a non-finite value: the step must be skipped."""
+        return self.finite and all(outcome.finite() for outcome in self._outcomes.values())
+
+    def commit(self) -> None:
+        """Write the means and keep the residuals and states."""
+        for number, outcome in self._outcomes.items():
+            part = self.bucket.parts[number]
+            if part.feedback is not None:
+                outcome.settle_(part.feedback.residual)
+            if outcome.state is not None:
+                part.unit.state = outcome.state
+            self._write(part, outcome)
+
+    def abort(self) -> None:
+        """Leave residuals and states as they were before the step."""
+        for number in self._accumulated:
+            part = self.bucket.parts[number]
+            assert part.feedback is not None
+            part.feedback.restore(self._flat_gradients(part), 1 / self.context.scale)
+        for generator in self._generators.values():
+            generator.close()
+
+    # -- accumulating
+
+    def _accumulate(self, number: int, part: Part) -> bool:
+        gradients = self._flat_gradients(part)
+        finite = True
+        if self.context.check_finite or part.feedback is not None:
+            grad_sq = sum(float(squared_norm(gradient)) for _, gradient in gradients) / self.context.scale**2
+            self._grad_norms[number] = math.sqrt(grad_sq) if math.isfinite(grad_sq) else 0.0
+            finite = math.isfinite(grad_sq) or all(bool(torch.isfinite(g).all()) for _, g in gradients)
+        if part.feedback is None:
+            self._acc[number] = _join(part, gradients)
+            return finite
+        self._acc[number] = part.feedback.residual
+        if finite:
+            finite = part.feedback.accumulate(gradients, grad_sq, 1 / self.context.scale)
+        if finite:
+            self._accumulated.add(number)
+        return finite
+
+    def _flat_gradients(self, part: Part) -> list[tuple[int, Tensor]]:
+        """(offset, flat gradient) of each member that has one; a missing one is zero."""
+        found = []
+        for offset, member in zip(part.offsets, part.members, strict=True):
+            gradient = self.gradients.read(member)
+            if gradient is not None:
+                found.append((offset, (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)))
+        return found
+
+    def _sparse_rounds(self, part: Part) -> Rounds:
+        spec = part.members[0]
+        gradient = self.gradients.read(spec)
+        rows = no_rows(spec.shape, spec.dtype, spec.device) if gradient is None else as_rows(gradient)
+        if self.context.check_finite:
+            self.finite &= bool(torch.isfinite(rows.values()).all())
+        return sparse_rounds(rows, part.unit)
+
+    def _unit_statistics(self, number: int, request: Decide) -> tuple[float, ...]:
+        kept_sq = (float(request.kept_sq[0]), float(request.kept_sq[1]))
+        return Statistics(
+            acc=float(squared_norm(self._acc[number])),
+            kept=kept_sq,
+            raw_norm=self._grad_norms[number],
+            kept_norm=(math.sqrt(kept_sq[0]), math.sqrt(kept_sq[1])),
+            finite=True,
+        ).to_vector()
+
+    # -- rounds
+
+    def _send(self, number: int, value: Any) -> None:
+        self._advance(number, lambda: self._generators[number].send(value))
+
+    def _advance(self, number: int, resume: Callable[[], Request]) -> None:
+        self._waiting.pop(number, None)
+        try:
+            self._waiting[number] = resume()
+        except StopIteration as stop:
+            self._outcomes[number] = stop.value
+
+    def _fuse(self, kind: str, numbers: list[int]) -> Fused:
+        requests = [self._waiting[number] for number in numbers]
+        if kind == "allgather":
+            payloads = [request.payload for request in requests if isinstance(request, Allgather)]
+            return Fused(kind, encode_frame(payloads, self.finite), numbers, owned=True)
+        tensors = [_tensor_of(request) for request in requests]
+        if kind == "alltoall":
+            return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
+        owned = len(tensors) > 1
+        buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]) if owned else tensors[0].reshape(-1)
+        return self._flagged(Fused(kind, buffer, numbers, owned))
+
+    def _flagged(self, fused: Fused) -> Fused:
+        """A worker that met a non-finite value tells the others by a NaN in front."""
+        if not self.finite and fused.buffer.numel():
+            fused.buffer = fused.buffer if fused.owned else fused.buffer.clone()
+            fused.buffer[0] = torch.nan
+            fused.owned = True
+        return fused
+
+    def _split(self, fused: Fused, result: Tensor) -> dict[int, Any]:
+        requests = [self._waiting[number] for number in fused.parts]
+        if fused.kind == "allgather":
+            frames = decode_frames(result, self.context.workers, len(requests))
+            self.finite &= all(frame.finite for frame in frames)
+            return {n: [frame.payloads[i] for frame in frames] for i, n in enumerate(fused.parts)}
+        tensors = [_tensor_of(request) for request in requests]
+        if fused.kind == "alltoall":
+            pieces = result.split([tensor.shape[1] for tensor in tensors], dim=1)
+            return {n: piece.contiguous() for n, piece in zip(fused.parts, pieces, strict=True)}
+        if self.context.check_finite and result.numel():
+            self.finite &= not bool(torch.isnan(result[0]))
+        pieces = result.split([tensor.numel() for tensor in tensors])
+        return {n: p.view(t.shape) for n, p, t in zip(fused.parts, pieces, tensors, strict=True)}
+
+    # -- committing
+
+    def _write(self, part: Part, outcome: Reduced) -> None:
+        factor = self.context.scale if part.feedback is not None else 1.0
+        factor *= self.context.workers if self.context.summed else 1
+        if isinstance(outcome, SparseRows):
+            self.gradients.write(part.members[0], outcome.mean * factor)
+            return
+        dtype = part.feedback.residual.dtype if part.feedback is not None else part.members[0].dtype
+        target = self.gradients.target(part.members[0], dtype) if len(part.members) == 1 else None
+        mean = (
+            target if target is not None else torch.empty(part.unit.numel, dtype=dtype, device=part.members[0].device)
+        )
+        outcome.write_mean_(mean)
+        if factor != 1.0:
+            mean.mul_(factor)
+        if target is None:
+            for offset, member in zip(part.offsets, part.members, strict=True):
+                self.gradients.write(member, mean[offset : offset + member.numel])
+
+
+def _tensor_of(request: Request) -> Tensor:
+    assert isinstance(request, (Allreduce, Alltoall))
+    return request.tensor
+
+
+def _join(part: Part, gradients: list[tuple[int, Tensor]]) -> Tensor:
+    """The flat gradient of a unit that keeps no residual."""
+    if len(part.members) == 1 and gradients:
+        return gradients[0][1]
+    joined = torch.zeros(part.unit.numel, dtype=part.members[0].dtype, device=part.members[0].device)
+    for offset, gradient in gradients:
+        joined[offset : offset + gradient.numel()] = gradient
+    return joined

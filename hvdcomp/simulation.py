@@ -1,0 +1,180 @@
+"""N workers in one process, in lockstep: the same compressors, error feedback, buckets and wire format, without MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hvdcomp.buckets import Bucket, Layout, Spec
+from hvdcomp.checkpointing import residual_views
+from hvdcomp.compressors import Compressor, create
+from hvdcomp.rounds import BucketRun, Context, Fused
+from hvdcomp.schedules import Decision, Schedule, Statistics
+
+
+@dataclass
+class _Gradients:
+    """One worker's gradients, and the means that come back."""
+
+    given: Mapping[str, Tensor | None]
+    means: dict[str, Tensor] = field(default_factory=dict)
+
+    def read(self, spec: Spec) -> Tensor | None:
+        return self.given.get(spec.name)
+
+    def target(self, spec: Spec, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def write(self, spec: Spec, mean: Tensor) -> None:
+        self.means[spec.name] = mean.view(spec.shape).to(spec.dtype, copy=True)
+
+
+class World:
+    """A world of ``size`` workers.
+
+    Args:
+        size: workers, >= 1.
+        compression: a compressor or its name.
+        schedule: an adaptive schedule, or None for the compressor's own factor.
+        granularity, bucket_mb, exclude: as in ``hvdcomp.DistributedOptimizer``, but nothing is excluded by default.
+        parameters: of the compressor, where ``compression`` is a name.
+
+    Attributes:
+        nbytes: payload that worker 0 handed to collectives in the last step, headers included.
+        decision: the schedule's last decision.
+        skipped: the last step met a NaN or an Inf on some worker and was left out by all.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        compression: Compressor | str = "none",
+        *,
+        schedule: Schedule | None = None,
+        granularity: str = "tensor",
+        bucket_mb: float = 25.0,
+        exclude: Sequence[str] = (),
+        **parameters: object,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"size must be >= 1 (workers), got {size}")
+        if parameters and isinstance(compression, Compressor):
+            raise ValueError(f"parameters {sorted(parameters)} go with a compressor's name, got an object")
+        compressor = create(compression, **parameters) if isinstance(compression, str) else compression
+        self.size = size
+        self.compression = compressor
+        self.schedule = schedule if schedule is not None and schedule.adaptive else None
+        self.nbytes = 0
+        self.step_count = 0
+        self.decision: Decision | None = None
+        self.skipped = False
+        self._layout = Layout(compressor, granularity, bucket_mb, tuple(exclude))
+        self._buckets: list[list[Bucket]] = []
+        self._levels = None
+        if self.schedule is not None:
+            self.schedule.prepare(size)
+            self._levels = self.schedule.levels
+
+    def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> list[dict[str, Tensor]]:
+        """One exchange.
+
+        Args:
+            grads: each worker's gradients by name; a missing one, or None, counts as zero.
+
+        Returns:
+            Each worker's mean by name, NaN everywhere if some worker met a NaN or an Inf.
+        """
+        if len(grads) != self.size:
+            raise ValueError(f"expected the gradients of {self.size} workers, got {len(grads)}")
+        if not self._buckets:
+            self._buckets = [self._layout.buckets(_specs(grads)) for _ in range(self.size)]
+        self.nbytes = 0
+        gradients = [_Gradients(worker) for worker in grads]
+        runs = [self._begin(worker, gradients[worker]) for worker in range(self.size)]
+        level = self._decide(runs)
+        self.skipped = level is None
+        if level is not None:
+            for bucket in zip(*runs, strict=True):
+                self._exchange(list(bucket), level)
+            self.skipped = not all(run.settled() for run in runs[0])
+        for run in (run for worker in runs for run in worker):
+            if self.skipped:
+                run.abort()
+            else:
+                run.commit()
+        self.step_count += 1
+        if self.skipped:
+            return [{spec.name: torch.full(spec.shape, torch.nan) for spec in _specs(grads)} for _ in grads]
+        return [worker.means for worker in gradients]
+
+    def residual(self, worker: int, name: str) -> Tensor:
+        """What a worker has not sent of a tensor, in its shape; zeros where there is no error feedback."""
+        for bucket in self._buckets[worker]:
+            for part in bucket.parts:
+                if name in residual_views(part):
+                    return residual_views(part)[name].clone()
+                for member in part.members:
+                    if member.name == name:
+                        return torch.zeros(member.shape)
+        raise KeyError(name)
+
+    def _begin(self, worker: int, gradients: _Gradients) -> list[BucketRun]:
+        context = Context(worker, self.size, self.step_count, self._levels, self.compression.checks_finite)
+        runs = [BucketRun(bucket, gradients, context) for bucket in self._buckets[worker]]
+        for run in runs:
+            run.begin()
+        return runs
+
+    def _decide(self, runs: list[list[BucketRun]]) -> int | None:
+        """The level to send, None to skip."""
+        if self.schedule is None:
+            return -1
+        vectors = [run.statistics() for worker in runs for run in worker]
+        self.decision = self.schedule.decide(
+            Statistics.from_vector([sum(column) for column in zip(*vectors, strict=True)])
+        )
+        self._levels = self.decision.levels
+        return None if self.decision.skip else self.decision.level
+
+    def _exchange(self, workers: list[BucketRun], level: int) -> None:
+        """All phases of one bucket, on all workers."""
+        for run in workers:
+            run.decide(level)
+        while True:
+            fused = [run.fuse() for run in workers]
+            if not fused[0]:
+                return
+            self.nbytes += sum(request.buffer.nbytes for request in fused[0])
+            answers = [_collective(list(same)) for same in zip(*fused, strict=True)]
+            for worker, run in enumerate(workers):
+                run.answer(fused[worker], [answer[worker] for answer in answers])
+
+
+def _collective(requests: list[Fused]) -> list[Tensor]:
+    """What each worker gets back."""
+    buffers = [request.buffer for request in requests]
+    kinds = {request.key for request in requests}
+    if len(kinds) > 1:
+        raise AssertionError(f"workers ask for different collectives: {sorted(kinds)}")
+    if requests[0].kind == "allgather":
+        return [torch.cat(buffers)] * len(buffers)
+    if requests[0].kind == "alltoall":
+        return [torch.stack([buffer[worker] for buffer in buffers]) for worker in range(len(buffers))]
+    if buffers[0].dtype == torch.float16:
+        return [sum((buffer / len(buffers) for buffer in buffers), start=torch.zeros_like(buffers[0]))] * len(buffers)
+    total = buffers[0].clone()
+    for buffer in buffers[1:]:
+        total += buffer
+    return [total / len(buffers)] * len(buffers)
+
+
+def _specs(grads: Sequence[Mapping[str, Tensor | None]]) -> list[Spec]:
+    found: dict[str, Spec] = {}
+    for worker in grads:
+        for name, gradient in worker.items():
+            if gradient is not None:
+                found.setdefault(name, Spec.of(name, gradient))
+    return list(found.values())
