@@ -1,0 +1,251 @@
+"""The command `hvdcomp`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hvdcomp.config import ConfigError, RunConfig, did_you_mean, fields, load
+
+if TYPE_CHECKING:
+    from hvdcomp.training.launcher import Job
+
+log = logging.getLogger("hvdcomp")
+
+app = typer.Typer(
+    help="Adaptive gradient compression for Horovod and PyTorch.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+KINDS = ("compressors", "schedules", "models", "datasets", "fields")
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; `hvdcomp list fields` shows what it may hold.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="For example optimizer.lr=0.05 compression=none"),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("-np", "--workers", min=1, help="Start so many workers; without it: one, here.")
+    ] = None,
+    launcher: Annotated[Literal["mpirun", "horovodrun"], typer.Option(help="What starts the workers.")] = "mpirun",
+    hosts: Annotated[str | None, typer.Option("--hosts", "-H", help="node1:4,node2:4; default: this machine.")] = None,
+    hostfile: Annotated[str | None, typer.Option(help="The launcher's file of hosts and slots.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the configuration as resolved, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in run_dir.")] = False,
+    on_world_change: Annotated[
+        Literal["error", "mean", "drop"],
+        typer.Option(help="With --resume, residuals when the checkpoint is of another number of workers."),
+    ] = "error",
+) -> None:
+    """Train what a configuration describes.
+
+    With -np this starts the workers; the same command under mpirun, horovodrun or srun is one of them. An earlier run
+    in run_dir is moved aside (runs/NAME.1, ...), never overwritten.
+    """
+    from hvdcomp.training.worker import is_launched, quiet
+
+    if is_launched():
+        from hvdcomp.training.worker import launched_rank
+
+        quiet(launched_rank())
+    settings = _checked(lambda: load(config, overrides or []))
+    if show:
+        typer.echo(_checked(lambda: _resolve(settings, workers or 1)).to_yaml(), nl=False)
+    elif is_launched() or workers is None:
+        raise typer.Exit(_work(settings, resume, on_world_change))
+    else:
+        _checked(lambda: _resolve(settings, workers))
+        again = [*(["--resume"] if resume else []), "--on-world-change", on_world_change]
+        command = [sys.executable, "-m", "hvdcomp", "train", str(config), *again, *(overrides or [])]
+        raise typer.Exit(_launch(_job(command, workers, launcher, hosts, hostfile), settings))
+
+
+@app.command(name="list")
+def list_(
+    kind: Annotated[str, typer.Argument(help=" | ".join(KINDS))] = "compressors",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """What a configuration can name: compressors, schedules, models, datasets; and the fields that it has."""
+    if kind not in KINDS:
+        _fail(f"there is no list of {kind!r}{did_you_mean(kind, KINDS)}; allowed: {', '.join(KINDS)}")
+    rows = _ROWS[kind]()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2, default=str))
+    else:
+        _print_table(rows)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    logging.basicConfig(level=logging.WARNING, format="hvdcomp: %(message)s", stream=sys.stderr)
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the users' own factories lie in their working folder
+    app()
+
+
+def _resolve(settings: RunConfig, workers: int) -> RunConfig:
+    from hvdcomp.training.parts import resolve
+
+    return resolve(settings, workers)
+
+
+def _work(settings: RunConfig, resume: bool, on_world_change: str) -> int:
+    """Be a worker."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    from hvdcomp.training.worker import run_guarded, start
+
+    def action() -> int:
+        from hvdcomp.training.trainer import Trainer
+
+        worker = start(settings)
+        Trainer(_resolve(settings, worker.count), worker, resume, on_world_change).run()
+        return 0
+
+    return run_guarded(action)
+
+
+def _launch(job: Job, settings: RunConfig) -> int:
+    from hvdcomp.training.launcher import run
+    from hvdcomp.training.progress import progress_style
+
+    code = _checked(lambda: run(job, progress_style()))
+    if code:
+        log.error("the job ended with exit code %d; %s", code, _last_checkpoint(settings))
+    return code
+
+
+def _job(command: Sequence[str], workers: int, launcher: str, hosts: str | None, hostfile: str | None) -> Job:
+    from hvdcomp.training.launcher import Job
+
+    return Job(command, workers, launcher, hosts, hostfile)
+
+
+def _last_checkpoint(settings: RunConfig) -> str:
+    from hvdcomp.training.checkpoint import find_latest
+
+    latest = find_latest(Path(str(settings.run_dir)) / "checkpoints")
+    if latest is None:
+        return "there is no checkpoint yet"
+    return f"the checkpoint of step {latest.step} is intact, --resume goes on from it"
+
+
+def _checked(action: Callable[[], Any]) -> Any:
+    """Run it; an error of the user's becomes one message and exit code 2."""
+    from hvdcomp.training.worker import LaunchError
+
+    try:
+        return action()
+    except (ConfigError, LaunchError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"hvdcomp: error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _compressors() -> list[dict[str, Any]]:
+    from hvdcomp.compressors import available
+
+    return [
+        {
+            "name": name,
+            "collective": cls.collective,
+            "parameters": _plain(cls.parameters()),
+            "summary": _summary(cls),
+            "source": cls.source,
+        }
+        for name, cls in available().items()
+    ]
+
+
+def _schedules() -> list[dict[str, Any]]:
+    from hvdcomp.schedules import REGISTRY
+
+    return [
+        {
+            "name": name,
+            "parameters": {parameter.name: parameter.default for parameter in cls.parameters()},
+            "summary": _summary(cls),
+            "source": cls.source,
+        }
+        for name, cls in REGISTRY.items()
+    ]
+
+
+def _models() -> list[dict[str, Any]]:
+    from hvdcomp.training.models import MODELS, parameter_count
+
+    return [
+        {
+            "name": entry.name,
+            "dataset": entry.dataset,
+            "parameters": parameter_count(entry.factory()),
+            "arguments": _plain(entry.parameters),
+            "summary": entry.summary,
+        }
+        for entry in MODELS
+    ]
+
+
+def _datasets() -> list[dict[str, Any]]:
+    from hvdcomp.training.data import DATASETS
+
+    return [
+        {"name": entry.name, "parameters": _plain(entry.parameters), "summary": entry.summary} for entry in DATASETS
+    ]
+
+
+def _fields() -> list[dict[str, Any]]:
+    return [
+        {"field": name, "type": kind, "default": default, "meaning": meaning}
+        for name, kind, default, meaning in fields()
+    ]
+
+
+_ROWS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "compressors": _compressors,
+    "schedules": _schedules,
+    "models": _models,
+    "datasets": _datasets,
+    "fields": _fields,
+}
+
+
+def _plain(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Defaults, None where a value must be given."""
+    return {name: None if default is inspect.Parameter.empty else default for name, default in parameters.items()}
+
+
+def _summary(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0], box=box.SIMPLE)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={item}" for name, item in value.items())
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,303 @@
+"""The configuration of a training run: a YAML file, `key=value` overrides, and one validated schema for both.
+
+What a name in it stands for (a model, a compressor, ...) and which parameters that takes is checked by
+`hvdcomp.training.parts.resolve`; this module knows only the file's form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the field, what was given and what is allowed."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        """`compression: none` is short for `compression: {name: none}`."""
+        return {"name": value} if isinstance(value, str) and "name" in cls.model_fields else value
+
+
+class _Choice(_Section):
+    """A thing chosen by name; all other keys are its parameters."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class ModelChoice(_Choice):
+    name: str = Field(
+        "cnn", description="a model of `hvdcomp list models`, or package.module:factory of a function that returns one"
+    )
+
+
+class DataChoice(_Choice):
+    name: str = Field(
+        "digits",
+        description="a data set of `hvdcomp list datasets`, or package.module:factory of a function "
+        "returning (train, test) or a hvdcomp.training.data.Data",
+    )
+    batch_size: int = Field(32, ge=1, description="samples per worker and step")
+
+
+class CompressionChoice(_Choice):
+    name: str = Field("none", description="a method of `hvdcomp list compressors`")
+
+
+class ScheduleChoice(_Choice):
+    name: str = Field("static", description="a schedule of `hvdcomp list schedules`")
+
+
+class OptimizerConfig(_Section):
+    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="torch's optimizer of that name")
+    lr: float = Field(0.1, gt=0, description="learning rate at its highest; never scaled by the number of workers")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd; 0 is none")
+    nesterov: bool = Field(False, description="Nesterov's form of the momentum, for sgd")
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty (adamw: decoupled); 0 is none")
+
+    @model_validator(mode="after")
+    def _possible(self) -> OptimizerConfig:
+        if self.name != "sgd" and (self.momentum or self.nesterov):
+            raise ValueError(f"momentum and nesterov belong to sgd, {self.name} has its own; leave them out")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0, for example momentum: 0.9")
+        return self
+
+
+class LrScheduleConfig(_Section):
+    name: Literal["constant", "step", "cosine"] = Field(
+        "constant", description="step: times `factor` at each milestone; cosine: down to 0 at the end of the run"
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps of linear rise from 0 to lr at the start")
+    milestones: list[int] = Field([], description="steps (counted from 0) at which `step` multiplies the rate")
+    factor: float = Field(0.1, gt=0, lt=1, description="what `step` multiplies the rate by at each milestone")
+
+    @model_validator(mode="after")
+    def _possible(self) -> LrScheduleConfig:
+        if (self.name == "step") != bool(self.milestones):
+            raise ValueError(f"milestones belong to `step`, which needs some; given: {self.name}, {self.milestones}")
+        return self
+
+
+class RunConfig(_Section):
+    """Everything that a run depends on besides the number of workers. Times are in steps unless said otherwise."""
+
+    model: ModelChoice = Field(ModelChoice(), description="the network")
+    data: DataChoice = Field(DataChoice(), description="what it learns")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the optimizer that Horovod wraps")
+    lr_schedule: LrScheduleConfig = Field(LrScheduleConfig(), description="how the learning rate changes")
+    compression: CompressionChoice = Field(CompressionChoice(), description="how gradients travel")
+    schedule: ScheduleChoice = Field(ScheduleChoice(), description="who chooses the compression factor")
+    granularity: Literal["tensor", "bucket", "model"] = Field("tensor", description="what a compressor sees at once")
+    bucket_mb: float = Field(25.0, gt=0, description="gradients that travel together, MiB")
+    exclude: list[str] | None = Field(
+        None,
+        description='name patterns of parameters that stay dense; "1d": all of fewer than two dimensions; null: '
+        "what the method's paper does",
+    )
+    epochs: int = Field(10, ge=1, description="length of the run in passes over the training data")
+    steps: int | None = Field(None, ge=1, description="length of the run in steps; overrides `epochs`; null: not given")
+    seed: int = Field(0, ge=0, lt=2**32, description="of initial weights, batch order and dropout")
+    threads: int = Field(1, ge=1, description="CPU threads per worker")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU, else CPU")
+    run_dir: str | None = Field(None, description="folder of the run's files; null: runs/<name of the configuration>")
+    evaluate_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
+    checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
+    check_replicas_every: int = Field(
+        0, ge=0, description="steps between checks that all ranks hold equal parameters; 0: only at the end"
+    )
+    log_every: int = Field(10, ge=1, description="steps between points in TensorBoard; metrics.jsonl has every step")
+
+    def to_yaml(self) -> str:
+        """The file that loads to this configuration again."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `dotted.key=value` overrides, validate.
+
+    Raises ConfigError when the file cannot be read, or for what it or an override holds.
+    """
+    path = Path(path)
+    values = _read(path)
+    for override in overrides:
+        _apply(values, override)
+    values.setdefault("run_dir", f"runs/{path.stem}")
+    if values["run_dir"] is None:
+        values["run_dir"] = f"runs/{path.stem}"
+    return parse(values, source=str(path))
+
+
+def parse(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:
+    """Validate a tree of values. Raises ConfigError with one line per fault, headed by `source`."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        faults = [_explain(fault) for fault in error.errors()]
+    if len(faults) == 1:
+        raise ConfigError(f"{source}: {faults[0]}")
+    raise ConfigError("\n  ".join([f"{source}: {len(faults)} faults", *faults]))
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """ " (did you mean 'lr'?)", or nothing where no allowed name is near."""
+    nearest = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.5)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+def fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, Any, str]]:
+    """(dotted key, type, default, meaning) of every field, sections unfolded."""
+    rows: list[tuple[str, str, Any, str]] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            rows += fields(kind, f"{prefix}{name}.")
+        else:
+            rows.append((prefix + name, _type_name(kind), field.default, field.description or ""))
+    return rows
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats (1e-3 is a number, not a string), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"line {node.start_mark.line + 1}: key {key!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _yaml(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"{what} is not valid YAML: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = [str(path.with_name(p.name)) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise ConfigError(f"there is no file {path}{did_you_mean(str(path), siblings)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    values = _yaml(text, str(path))
+    if not isinstance(values or {}, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines, it holds {_brief(values)}")
+    return values or {}
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"{override!r} is no override: write key=value, for example optimizer.lr=0.05")
+    _set(values, parts, _yaml(text, override), override)
+
+
+def _set(values: dict[str, Any], parts: Sequence[str], value: Any, override: str) -> None:
+    """Set a nested value; a section that is given as its name alone is opened first."""
+    *path, last = parts
+    for part in path:
+        values[part] = _opened(values.get(part), part, override)
+        values = values[part]
+    if last == "name" and values.get(last) != value and len(path) == 1:
+        _drop_params(values, path[0])
+    values[last] = value
+
+
+def _opened(section: Any, key: str, override: str) -> dict[str, Any]:
+    if section is None or isinstance(section, Mapping):
+        return dict(section or {})
+    if isinstance(section, str):
+        return {"name": section}
+    raise ConfigError(f"{override}: {key} is a value ({_brief(section)}), not a section")
+
+
+def _drop_params(values: dict[str, Any], section: str) -> None:
+    """Another name has parameters of its own."""
+    field = RunConfig.model_fields.get(section)
+    kind = field.annotation if field else None
+    if isinstance(kind, type) and issubclass(kind, _Choice):
+        for stale in set(values) - set(kind.model_fields):
+            del values[stale]
+
+
+def _explain(fault: ErrorDetails) -> str:
+    """One fault in one line: the field, what was given, what is allowed."""
+    path = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        allowed = list(_section_at(fault["loc"][:-1]).model_fields)
+        hint = _nearest_key(str(fault["loc"][-1]), allowed)
+        return f"unknown key {path!r}, given {_brief(fault['input'])}{hint}; allowed: {', '.join(allowed)}"
+    if fault["type"] == "value_error":
+        return f"{path}: {fault['ctx']['error']}"
+    if fault["type"] == "model_type":
+        allowed = list(_section_at(fault["loc"]).model_fields)
+        return f"{path} must be a section with the keys {', '.join(allowed)}; given {_brief(fault['input'])}"
+    if fault["type"] == "literal_error":
+        allowed = fault["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        hint = did_you_mean(str(fault["input"]), allowed)
+        return f"{path} must be one of {', '.join(allowed)}; given {_brief(fault['input'])}{hint}"
+    wanted = fault["msg"].removeprefix("Input should be ")
+    return f"{path} must be {wanted}; given {_brief(fault['input'])}{_meaning(fault['loc'])}"
+
+
+def _nearest_key(given: str, allowed: Sequence[str]) -> str:
+    """The nearest key of this section, else the one elsewhere that has this name, or that speaks of it."""
+    known = {key: meaning for key, _, _, meaning in fields()}
+    elsewhere = [key for key in known if key.endswith(f".{given}")]
+    described = [key for key, meaning in known.items() if given.replace("_", " ").lower() in meaning]
+    return did_you_mean(given, allowed) or next((f" (did you mean {k!r}?)" for k in elsewhere + described), "")
+
+
+def _section_at(location: Sequence[int | str]) -> type[BaseModel]:
+    section: type[BaseModel] = RunConfig
+    for part in location:
+        kind = section.model_fields[str(part)].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            break
+        section = kind
+    return section
+
+
+def _meaning(location: Sequence[int | str]) -> str:
+    """ " (samples per worker and step)": the field's description, if the location names one."""
+    names = [part for part in location if isinstance(part, str)]
+    field = _section_at(names[:-1]).model_fields.get(names[-1]) if names else None
+    return f" ({field.description})" if field and field.description else ""
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _type_name(kind: Any) -> str:
+    if getattr(kind, "__origin__", None) is Literal:
+        return " | ".join(kind.__args__)
+    text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    return text.replace("None", "null")

@@ -1,0 +1,1 @@
+"""Training from a configuration: models, data, the loop, its records and checkpoints, and how ranks are started."""

@@ -1,0 +1,117 @@
+"""Data sets, and how ranks share them: every sample once an epoch, the same number of steps on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hvdcomp.training.registry import Registry
+
+
+@dataclass(frozen=True)
+class Data:
+    """A training and a test set, map-style, of (input, target) pairs; the loss averages over a batch."""
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+
+DATASETS: Registry[Data | tuple[Dataset[Any], Dataset[Any]]] = Registry("data set")
+
+
+@DATASETS.register("digits")
+def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, 10 classes; needs no download.
+
+    Args:
+        test_fraction: share in (0, 1) of the samples held out, the same share of every class.
+        split_seed: of the choice of those; apart from the run's seed, so that runs with several seeds are comparable.
+
+    Shapes: (1, 8, 8) float32 in [0, 1], and an int64 class.
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, classes = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels).float().div_(16).view(-1, 1, 8, 8)
+    targets = torch.from_numpy(classes).long()
+    train, test = train_test_split(
+        range(len(targets)), test_size=test_fraction, random_state=split_seed, stratify=classes
+    )
+    return Data(TensorDataset(images[train], targets[train]), TensorDataset(images[test], targets[test]))
+
+
+def as_data(made: Any, name: str) -> Data:
+    """What a factory returned, as `Data`. Raises TypeError when it is neither that nor (train, test) with lengths."""
+    data = Data(*made) if isinstance(made, tuple) and len(made) == 2 else made
+    if isinstance(data, Data) and all(hasattr(part, "__len__") for part in (data.train, data.test)):
+        return data
+    raise TypeError(
+        f"{name} must return (train, test), two map-style data sets with a length; it returned {made!r:.200}"
+    )
+
+
+def cut(samples: int, start: int, workers: int, batch_size: int) -> list[tuple[int, int]]:
+    """Cut an epoch's order from `start` on into the (from, to) of each global batch.
+
+    Each is `workers * batch_size` samples; a last one that would leave a worker without two samples (batch norm needs
+    them) is added to the one before it. No sample is left out.
+
+    Raises ValueError when there are fewer samples than workers.
+    """
+    if samples < workers:
+        raise ValueError(f"{samples} training samples are too few for {workers} workers: use at most {samples} workers")
+    bounds = list(range(start, samples, workers * batch_size))
+    if len(bounds) > 1 and samples - bounds[-1] < workers * min(2, batch_size):
+        bounds.pop()
+    elif bounds and samples - bounds[-1] < workers:
+        bounds.pop()  # a resumed epoch whose rest is fewer samples than workers
+    return list(zip(bounds, [*bounds[1:], samples], strict=False))
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
+    """The order of the samples in one epoch, the same on every rank; it touches no global generator."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(samples, generator=generator)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This worker's part of one step."""
+
+    inputs: Any
+    targets: Any
+    samples: int
+    weight: float
+    """What the local mean loss counts, so that the mean over workers is the mean over all samples; 1.0 mostly."""
+    end: int
+    """Samples of this epoch that all workers together have seen after this step."""
+
+
+def batches(
+    dataset: Dataset[Any], *, seed: int, epoch: int, start: int, worker: int, workers: int, batch_size: int
+) -> Iterator[Batch]:
+    """This worker's batches of an epoch, from `start` samples on (of all workers together)."""
+    total = len(dataset)  # type: ignore[arg-type]
+    order = epoch_order(total, seed, epoch)
+    spans = cut(total, start, workers, batch_size)
+    mine = [order[lo + worker : hi : workers].tolist() for lo, hi in spans]
+    for (lo, hi), (inputs, targets), indices in zip(spans, _load(dataset, mine), mine, strict=True):
+        yield Batch(inputs, targets, len(indices), len(indices) * workers / (hi - lo), hi)
+
+
+def test_batches(dataset: Dataset[Any], *, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
+    """This worker's share of a test set, (inputs, targets) at a time; all shares together hold each sample once."""
+    mine = range(worker, len(dataset), workers)  # type: ignore[arg-type]
+    return _load(dataset, [list(mine[i : i + batch_size]) for i in range(0, len(mine), batch_size)])
+
+
+def _load(dataset: Dataset[Any], index_lists: list[list[int]]) -> Iterator[Any]:
+    generator = torch.Generator()  # the loader draws a seed from it, else from the global generator
+    return iter(DataLoader(dataset, batch_sampler=index_lists, generator=generator))

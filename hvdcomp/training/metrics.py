@@ -1,0 +1,119 @@
+"""What a run writes down: a line a step, TensorBoard events, and the sums for the summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+Row = Mapping[str, Any]
+"""One step as a line of metrics.jsonl."""
+
+PARTS = ("compute_s", "compress_s", "wait_s", "decide_s")
+"""What an iteration's seconds are made of: they add up to `iteration_s`."""
+
+TIMES = (*PARTS, "exchange_s", "iteration_s")
+"""All times of a step; `exchange_s`, from the first collective's start to the last one's end, overlaps the parts."""
+
+
+class MetricsLog:
+    """Writes metrics.jsonl, flushed line by line, and every `log_every` steps a point to TensorBoard.
+
+    A resumed run goes on behind `after_step`: later lines, of steps that are done again, are removed.
+
+    Raises OSError when the disk is full.
+    """
+
+    def __init__(self, folder: Path, log_every: int, after_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / "metrics.jsonl"
+        _keep_lines(path, after_step)
+        self._log_every = log_every
+        self._lines: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1, flush_secs=30)
+
+    def write(self, row: Row) -> None:
+        self._lines.write(json.dumps({name: _json_value(value) for name, value in row.items()}) + "\n")
+        if row["step"] % self._log_every == 0 or "accuracy" in row:
+            for tag, value in _scalars(row):
+                self._events.add_scalar(tag, value, row["step"])
+
+    def close(self) -> None:
+        self._lines.close()
+        self._events.close()
+
+
+@dataclass
+class Totals:
+    """Sums over the steps of a run, on this rank; a checkpoint holds them, so that a resumed run goes on counting."""
+
+    steps: int = 0
+    skipped: int = 0
+    samples: int = 0
+    bytes_sent: int = 0
+    bytes_dense: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+    """Wall time, evaluation and checkpoints included."""
+    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
+    """Sums of each of `TIMES`."""
+    cf_sum: float = 0.0
+    cf_steps: dict[str, int] = field(default_factory=dict)
+    """Steps sent at each CF, in the order of their first visit; "1" is dense."""
+
+    def add(self, row: Row) -> None:
+        self.steps += 1
+        self.skipped += row["skipped"]
+        for name in ("bytes_sent", "bytes_dense", "bytes_received"):
+            setattr(self, name, getattr(self, name) + (row[name] or 0))
+        for name in TIMES:
+            self.times[name] += row[name] or 0.0
+        self.cf_sum += row["cf"]
+        cf = f"{row['cf']:g}"
+        self.cf_steps[cf] = self.cf_steps.get(cf, 0) + 1
+
+    @property
+    def cf_mean(self) -> float:
+        """Mean over steps; a dense step counts 1."""
+        return self.cf_sum / self.steps if self.steps else 1.0
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times fewer bytes were sent than plain Horovod would have, indices included."""
+        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _keep_lines(path: Path, up_to_step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= up_to_step:
+                kept.append(line)
+        except ValueError:
+            break  # half a line, written as the disk filled up or the process was killed
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def _scalars(row: Row) -> list[tuple[str, float]]:
+    """Tag and value of what TensorBoard shows."""
+    tags = [(f"seconds/{name}", row[name]) for name in TIMES]
+    tags += [(f"train/{name}", row[name]) for name in ("loss", "lr")]
+    tags += [(f"test/{name}", row.get(name)) for name in ("accuracy", "test_loss")]
+    tags += [(f"compression/{name}", row[name]) for name in ("cf", "bytes_sent", "bytes_dense")]
+    if row["gains"] is not None:
+        tags += [("compression/gain_min", row["gains"][0]), ("compression/gain_candidate", row["gains"][1])]
+    return [(tag, value) for tag, value in tags if value is not None]
+
+
+def _json_value(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,143 @@
+"""From names in a configuration to objects, and the check that they exist and fit, before any process is started."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdcomp import compressors, schedules
+from hvdcomp.compressors import Compressor
+from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
+from hvdcomp.schedules import Schedule
+from hvdcomp.training.data import DATASETS, Data, as_data, cut, test_batches
+from hvdcomp.training.models import MODELS
+from hvdcomp.training.registry import Entry, Registry
+
+log = logging.getLogger(__name__)
+
+
+def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
+    """The configuration with every default spelled out.
+
+    Makes the model, the data, the compressor and the schedule once, and passes one sample through.
+
+    Raises ConfigError, naming the field, when one of them cannot be made or they do not fit each other.
+    """
+    config = _without_idle_schedule(_with_defaults(config))
+    compressor, schedule = build_compressor(config), build_schedule(config)
+    chooses = schedule.adaptive or getattr(schedule, "cf", None) is not None
+    if chooses and not compressor.has_levels:
+        able = ", ".join(name for name, cls in compressors.available().items() if cls.has_levels)
+        raise ConfigError(
+            f"schedule: {config.schedule.name} chooses compression factors, {config.compression.name} has none; "
+            f"take one of {able}, or schedule: static"
+        )
+    _check_fit(build_model(config), build_data(config), config, workers)
+    return config
+
+
+def build_model(config: RunConfig) -> nn.Module:
+    """The network, its weights drawn from the run's seed."""
+    entry = _find(MODELS, "model", config.model.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = _make("model", entry.factory, config.model.params)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: {entry.name} must return a torch.nn.Module, it returned {model!r:.100}")
+    return model
+
+
+def build_data(config: RunConfig) -> Data:
+    entry = _find(DATASETS, "data", config.data.name)
+    return _make("data", lambda **params: as_data(entry.factory(**params), entry.name), config.data.params)
+
+
+def build_compressor(config: RunConfig) -> Compressor:
+    choice = config.compression
+    return _make("compression", lambda **params: compressors.create(choice.name, **params), choice.params)
+
+
+def build_schedule(config: RunConfig) -> Schedule:
+    choice = config.schedule
+    return _make("schedule", lambda **params: schedules.create(choice.name, **params), choice.params)
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's optimizer, before Horovod wraps it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.name == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+        )
+    adaptive = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+    return adaptive(parameters, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def _with_defaults(config: RunConfig) -> RunConfig:
+    model = _resolved_params(MODELS, "model", config.model.name, config.model.params)
+    data = _resolved_params(DATASETS, "data", config.data.name, config.data.params)
+    own = {"name": config.data.name, "batch_size": config.data.batch_size}
+    return RunConfig.model_validate(
+        config.model_dump()
+        | {"model": {"name": config.model.name, **model}, "data": {**own, **data}}
+        | {"compression": _described(build_compressor(config)), "schedule": build_schedule(config).describe()}
+    )
+
+
+def _described(compressor: Compressor) -> dict[str, Any]:
+    """Its name and parameters."""
+    return {"name": compressor.name, **{name: getattr(compressor, name) for name in compressor.parameters()}}
+
+
+def _without_idle_schedule(config: RunConfig) -> RunConfig:
+    """`compression=none` alone must do: the schedule of the file then has nothing to choose."""
+    if config.compression.name != "none" or config.schedule.name == "static":
+        return config
+    log.warning("compression is none, so schedule %s has nothing to choose and is left out", config.schedule.name)
+    return RunConfig.model_validate(config.model_dump() | {"schedule": "static"})
+
+
+def _check_fit(model: nn.Module, data: Data, config: RunConfig, workers: int) -> None:
+    try:
+        cut(len(data.train), 0, workers, config.data.batch_size)  # type: ignore[arg-type]
+        inputs, targets = next(test_batches(data.test, worker=0, workers=1, batch_size=1))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            data.loss(model.eval()(inputs), targets)
+    except Exception as error:
+        raise ConfigError(
+            f"model {config.model.name} and data {config.data.name} do not fit: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _find(registry: Registry[Any], field: str, name: str) -> Entry[Any]:
+    try:
+        return registry.find(name)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
+def _resolved_params(registry: Registry[Any], field: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    entry = _find(registry, field, name)
+    try:
+        return entry.resolve(params)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
+def _make(field: str, factory: Callable[..., Any], params: dict[str, Any]) -> Any:
+    """Call a factory; whatever it raises becomes a ConfigError that names the field and the parameters."""
+    try:
+        return factory(**params)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{field}: {error}") from error
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in params.items()) or "no parameters"
+        raise ConfigError(f"{field} cannot be made with {given}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,343 @@
+"""The training loop, from a resolved configuration to a summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdcomp.config import ConfigError, RunConfig
+from hvdcomp.training import checkpoint, parts
+from hvdcomp.training.checkpoint import Latest
+from hvdcomp.training.data import Batch, batches, cut, test_batches
+from hvdcomp.training.lr import lr_factor
+from hvdcomp.training.metrics import MetricsLog, Totals
+from hvdcomp.training.models import digest, parameter_count
+from hvdcomp.training.progress import Display, make_console, make_display, show_summary
+from hvdcomp.training.run_folder import RunFolder
+from hvdcomp.training.telemetry import Telemetry
+from hvdcomp.training.verdict import dense_exchange_s, sentence
+from hvdcomp.training.worker import Worker, seed_everything
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One worker's part in training a model as a configuration says.
+
+    Every method is called by all workers in the same order; files are written by worker 0, but for checkpoints, of
+    which each worker writes its own part.
+
+    Args:
+        config: resolved (`hvdcomp.training.parts.resolve`).
+        worker: from `hvdcomp.training.worker.start`.
+        resume: go on from the latest checkpoint in the run's folder.
+        on_world_change: what to do with the residuals when the number of workers is another than the checkpoint's:
+            "error", or "mean" or "drop" as in `load_compressor_state_dict`.
+
+    Raises:
+        ConfigError: the run's folder is not fit, or its checkpoint does not fit the configuration; on every worker.
+    """
+
+    def __init__(self, config: RunConfig, worker: Worker, resume: bool = False, on_world_change: str = "error") -> None:
+        self.config, self.worker = config, worker
+        self.folder = RunFolder(Path(str(config.run_dir)))
+        self.data = parts.build_data(config)
+        self.samples = len(self.data.train)  # type: ignore[arg-type]
+        self.model = parts.build_model(config).to(worker.device)
+        self.optimizer = self._wrap(parts.build_optimizer(config.optimizer, self.model))
+        self.telemetry = Telemetry(self.optimizer)
+        self.totals = Totals()
+        self.step, self.epoch, self.seen = 0, 0, 0
+        """Steps done; the epoch under way; samples of it that all workers together have seen."""
+        self.saved_step: int | None = None
+        self.last_loss = float("nan")
+        seed_everything(config.seed, worker.index)
+        latest = self._open_folder(resume)
+        if latest is not None:
+            self._restore(latest, on_world_change)
+        self._broadcast_parameters()
+
+    # -- the run
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end. Returns the summary, the same that summary.json holds (on worker 0; elsewhere a part)."""
+        console = make_console()
+        display = make_display(self.worker.index, self.total_steps, self.step, console)
+        with closing(display), closing(self._open_log()) as metrics:
+            began = time.perf_counter() - self.totals.seconds
+            accuracy = self._train(metrics, display, began)
+            self.totals.seconds = time.perf_counter() - began
+        self.save()
+        summary = self._summary(accuracy)
+        if self.worker.index == 0:
+            checkpoint.write_atomically(self.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
+            show_summary(summary, console)
+        self.telemetry.check_replicas()
+        return summary
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that the run has when it is done."""
+        if self.config.steps is not None:
+            return self.config.steps
+        per_epoch = len(cut(self.samples, 0, self.worker.count, self.config.data.batch_size))
+        rest = len(cut(self.samples, self.seen, self.worker.count, self.config.data.batch_size))
+        return self.step + rest + per_epoch * max(0, self.config.epochs - self.epoch - 1)
+
+    def _train(self, metrics: Any, display: Display, began: float) -> dict[str, float]:
+        total, result = self.total_steps, {}
+        start = time.perf_counter()
+        for batch in self._batches(total):
+            row = self._timed_step(batch, total, start)
+            with self.telemetry.untimed():
+                last = self.step == total
+                if last or _due(self.step, self.config.evaluate_every):
+                    result = self.evaluate()
+                    row |= result
+                self.totals.add(row)
+                metrics.write(row)
+                display.update(row, self.totals)
+                self.totals.seconds = time.perf_counter() - began
+                self._safeguard()
+            start = time.perf_counter()
+        return result or self.evaluate()
+
+    def _batches(self, total: int) -> Iterator[Batch]:
+        """Batches until the run is done; the position is kept up to date for checkpoints."""
+        while self.step < total:
+            shard = batches(
+                self.data.train,
+                seed=self.config.seed,
+                epoch=self.epoch,
+                start=self.seen,
+                worker=self.worker.index,
+                workers=self.worker.count,
+                batch_size=self.config.data.batch_size,
+            )
+            for batch in shard:
+                self.seen = batch.end
+                yield batch
+                if self.step >= total:
+                    return
+            self.epoch, self.seen = self.epoch + 1, 0
+
+    def _timed_step(self, batch: Batch, total: int, start: float) -> dict[str, Any]:
+        """One step, and its line of metrics.jsonl; the loss is this worker's own, of its part of the batch.
+
+        `start` is when the iteration began, with loading the batch.
+        """
+        lr = self.config.optimizer.lr * lr_factor(self.config.lr_schedule, self.step, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.last_loss = self._step(batch)
+        self.step += 1
+        record = self.telemetry.step_record(time.perf_counter() - start)
+        return {"step": self.step, "epoch": self.epoch, "loss": self.last_loss, "lr": lr, **record}
+
+    def _step(self, batch: Batch) -> float:
+        inputs, targets = (_to(part, self.worker.device) for part in (batch.inputs, batch.targets))
+        self.telemetry.set_samples(batch.samples)
+        self.totals.samples += batch.samples
+        self.optimizer.zero_grad()
+        loss = self.data.loss(self.model(inputs), targets)
+        (loss if batch.weight == 1 else loss * batch.weight).backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def _safeguard(self) -> None:
+        if _due(self.step, self.config.check_replicas_every):
+            self.telemetry.check_replicas()
+        if _due(self.step, self.config.checkpoint_every):
+            self.save()
+
+    # -- evaluation
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy and mean loss on the test set, each worker taking its share of it; collective.
+
+        Where the model has batch norm, each worker uses the running statistics of its own batches.
+        """
+        import horovod.torch as hvd
+
+        sums = torch.zeros(3, dtype=torch.float64)
+        self.model.eval()
+        with torch.no_grad():
+            for inputs, targets in self._test_batches():
+                outputs = self.model(inputs)
+                correct = (outputs.argmax(-1) == targets).double().mean()
+                sums += len(targets) * torch.tensor([1.0, float(self.data.loss(outputs, targets)), float(correct)])
+        self.model.train()
+        count, loss, correct_sum = hvd.allreduce(sums, op=hvd.Sum, name="hvdcomp.evaluation").tolist()
+        return {"accuracy": correct_sum / count, "test_loss": loss / count}
+
+    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.config.data.batch_size
+        for pair in test_batches(
+            self.data.test, worker=self.worker.index, workers=self.worker.count, batch_size=4 * size
+        ):
+            inputs, targets = (_to(part, self.worker.device) for part in pair)
+            yield inputs, targets
+
+    # -- checkpoints
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one; collective. Raises CheckpointError on every worker."""
+        if self.saved_step == self.step:
+            return
+        shared = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "totals": self.totals.state_dict(),
+            "position": {"step": self.step, "epoch": self.epoch, "seen": self.seen},
+            "loss": self.last_loss,
+        }
+        checkpoint.save(
+            self.folder.checkpoints,
+            self.step,
+            worker=self.worker.index,
+            workers=self.worker.count,
+            shared=shared if self.worker.index == 0 else None,
+            own={
+                "buffers": _buffers(self.model),
+                "rng": checkpoint.rng_state(self.worker.device),
+                "compressor": self.telemetry.state(),
+            },
+            gather=_gather,
+        )
+        self.saved_step = self.step
+
+    def _restore(self, latest: Latest, on_world_change: str) -> None:
+        if latest.workers != self.worker.count and on_world_change == "error":
+            raise ConfigError(
+                f"the checkpoint of step {latest.step} is of {latest.workers} workers, now there are "
+                f"{self.worker.count}: start {latest.workers}, or say what becomes of their residuals: "
+                "--on-world-change mean (each worker gets their mean) or drop"
+            )
+        shared = checkpoint.load_shared(latest)
+        owns = [checkpoint.load_own(latest, w) for w in self._needed_parts(latest)]
+        own = owns[self.worker.index % len(owns)] if len(owns) > 1 else owns[0]
+        self.model.load_state_dict(shared["model"])
+        self.model.load_state_dict(own["buffers"], strict=False)
+        self.optimizer.load_state_dict(shared["optimizer"])
+        self.telemetry.restore([part["compressor"] for part in owns], on_world_change)
+        self.totals = Totals(**shared["totals"])
+        self.last_loss = shared["loss"]
+        self.step, self.epoch, self.seen = (shared["position"][name] for name in ("step", "epoch", "seen"))
+        self.saved_step = self.step
+        if latest.workers == self.worker.count:
+            checkpoint.restore_rng(own["rng"], self.worker.device)
+        else:
+            seed_everything(self.config.seed + self.step, self.worker.index)
+        if self.worker.index == 0:
+            log.warning("going on from %s", latest.folder)
+
+    def _needed_parts(self, latest: Latest) -> list[int]:
+        """This worker's own part; of another world's all."""
+        return [self.worker.index] if latest.workers == self.worker.count else list(range(latest.workers))
+
+    # -- set-up and end
+
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        import hvdcomp
+
+        config = self.config
+        return hvdcomp.DistributedOptimizer(
+            optimizer,
+            named_parameters=self.model.named_parameters(),
+            compression=parts.build_compressor(config),
+            schedule=parts.build_schedule(config),
+            granularity=config.granularity,
+            bucket_mb=config.bucket_mb,
+            exclude=config.exclude,
+        )
+
+    def _open_folder(self, resume: bool) -> Latest | None:
+        """Worker 0 opens the run's folder, and tells all whether it could."""
+        fault = ""
+        if self.worker.index == 0:
+            try:
+                (self.folder.resume if resume else self.folder.start)(self.config)
+            except (ConfigError, checkpoint.CheckpointError, OSError) as error:
+                fault = str(error)
+        faults = _gather(fault)
+        if any(faults):
+            raise ConfigError(faults[0])
+        return checkpoint.find_latest(self.folder.checkpoints) if resume else None
+
+    def _open_log(self) -> Any:
+        if self.worker.index != 0:
+            return _NoLog()
+        return MetricsLog(self.folder.path, self.config.log_every, after_step=self.step)
+
+    def _broadcast_parameters(self) -> None:
+        """Worker 0's weights everywhere. A fresh optimizer has no state, a restored one is restored on every worker."""
+        import horovod.torch as hvd
+
+        hvd.broadcast_parameters(dict(self.model.named_parameters()), root_rank=0)
+
+    def _summary(self, result: dict[str, float]) -> dict[str, Any]:
+        dense_s = dense_exchange_s(parameter_count(self.model), self.worker.device)
+        digests = _gather(digest(self.model))
+        totals, times = self.totals, self.totals.times
+        return {
+            **result,
+            "test_samples": len(self.data.test),  # type: ignore[arg-type]
+            "loss": self.last_loss,
+            "cf_mean": totals.cf_mean,
+            "cf_steps": totals.cf_steps,
+            "bytes_sent": totals.bytes_sent,
+            "bytes_dense": totals.bytes_dense,
+            "bytes_received": totals.bytes_received,
+            "steps": totals.steps,
+            "skipped": totals.skipped,
+            "epochs": self.epoch + self.seen / self.samples,
+            "seconds": totals.seconds,
+            **times,
+            "dense_exchange_s": dense_s,
+            "paid": sentence(totals, self.worker.count, dense_s),
+            "workers": self.worker.count,
+            "controller": self.worker.controller,
+            "seed": self.config.seed,
+            "parameter_count": parameter_count(self.model),
+            "residual_nbytes": self.telemetry.residual_nbytes,
+            "parameters_sha256": digests[0],
+            "parameters_equal": len(set(digests)) == 1,
+            "run_dir": str(self.folder.path),
+        }
+
+
+class _NoLog:
+    def write(self, row: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _gather(text: str) -> list[str]:
+    """Every worker's text, on every worker."""
+    import horovod.torch as hvd
+
+    return list(hvd.allgather_object(text, name="hvdcomp.texts"))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What `state_dict` holds besides the parameters: batch norm's running statistics, for one; local to a worker."""
+    parameters = dict(model.named_parameters())
+    return {name: value for name, value in model.state_dict().items() if name not in parameters}
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
