@@ -24,7 +24,8 @@ class StepRecord:
 
     Attributes:
         step: number of the exchange, from 0.
-        cf: the compression factor that was sent, by the papers' definition (values only); 1 is dense.
+        cf: the compression factor that was sent: the papers' (values only) where the method has one, else dense bytes /
+            sent bytes; 1 is dense.
         level: which of ``levels`` was sent, -1 for dense or without an adaptive schedule.
         levels: the two factors that an adaptive schedule evaluated.
         gains: the schedule's smoothed gain at each.
@@ -157,7 +158,7 @@ class Exchange:
         coordinator: None with a static schedule, which needs no decisions.
         label: prefix of the operations' names, unique to the optimizer.
         check_finite: skip a step in which any worker meets a NaN or an Inf.
-        static_cf: what :attr:`StepRecord.cf` says without a coordinator.
+        static_cf: the compressor's factor, None where it has none and only the bytes tell.
         clock: seconds; a replayed one replays the schedule's decisions.
     """
 
@@ -169,7 +170,7 @@ class Exchange:
         *,
         label: str,
         check_finite: bool,
-        static_cf: float,
+        static_cf: float | None,
         clock: Callable[[], float],
     ) -> None:
         self.buckets = buckets
@@ -213,6 +214,7 @@ class Exchange:
     def finish(self) -> StepRecord:
         """Complete the exchange of all buckets that were started, and commit it or, on every worker alike, skip it."""
         record = self._record
+        record.bytes_dense = sum(spec.nbytes for bucket in self.buckets for spec in bucket.members)
         decision = self._decide()
         flights = [self._flights[index] for index in sorted(self._flights)]
         if decision is not None and decision.skip:
@@ -226,6 +228,8 @@ class Exchange:
                     flight.run.abort()
                 else:
                     flight.run.commit()
+        if decision is None:
+            record.cf = self._static_cf or record.bytes_dense / max(record.bytes_sent, 1)
         self._flights.clear()
         self.step += 1
         return record
@@ -237,10 +241,9 @@ class Exchange:
         self._flights.clear()
 
     def _decide(self) -> Decision | None:
-        record = self._record
         if self.coordinator is None:
-            record.cf = self._static_cf
             return None
+        record = self._record
         with self._timed("compress_s"):
             shares = [flight.run.statistics() for flight in self._flights.values()]
             total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE

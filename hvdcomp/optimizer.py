@@ -246,7 +246,7 @@ class _Distributed(torch.optim.Optimizer):
             Coordinator(self.schedule, channel) if channel is not None else None,
             label=self._label,
             check_finite=self.compression.checks_finite,
-            static_cf=getattr(self.compression, "cf", 1.0),
+            static_cf=getattr(self.compression, "cf", None),
             clock=self.schedule.clock,
         )
         self._exchange = exchange
@@ -367,7 +367,6 @@ class _Distributed(torch.optim.Optimizer):
                 parameter.grad = torch.full_like(parameter, torch.nan)
 
     def _finish_record(self, exchange: Exchange, record: StepRecord) -> None:
-        record.bytes_dense = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self.last_step = record
         now = exchange.clock()
         if self._lap_start is not None and exchange.coordinator is not None:

@@ -115,7 +115,7 @@ class BoundCompression:
             None,
             label=f"hvdcomp.bound.{next(_numbers)}",
             check_finite=compressor.checks_finite,
-            static_cf=getattr(compressor, "cf", 1.0),
+            static_cf=getattr(compressor, "cf", None),
             clock=_no_clock,
         )
         self._means: dict[str, Tensor] = {}

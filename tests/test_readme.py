@@ -1,0 +1,56 @@
+"""The README's code runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks("python")))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    sent, dense = re.search(r"(\d+) bytes sent, (\d+) dense", done.stdout).groups()
+    assert 0 < int(sent) < int(dense)
+
+
+def test_the_diff_is_one_changed_line() -> None:
+    (diff,) = blocks("diff")
+    removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+    assert len(removed) == 1
+    assert added[0] == "import hvdcomp"
+    assert len(added) == 2
+    script = (
+        "import torch, horovod.torch as hvd, hvdcomp\nhvd.init()\nmodel = torch.nn.Linear(3, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"{added[1]}\nmodel(torch.ones(1, 3)).sum().backward()\noptimizer.step()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)|`((?:launch|configs|hvdcomp|docs)/[\w./-]+)`", README))
+def test_files_that_it_names_exist(path: tuple[str, str]) -> None:
+    assert (ROOT / "".join(path)).exists()
+
+
+def test_commands_of_the_command_line_exist() -> None:
+    known = subprocess.run(
+        [sys.executable, "-m", "hvdcomp", "--help"], capture_output=True, text=True, timeout=120
+    ).stdout
+    named = set(re.findall(r"^hvdcomp (\w+)", "\n".join(blocks("bash")), flags=re.MULTILINE))
+    assert named
+    for command in named:
+        assert command in known
