@@ -145,11 +145,11 @@ class BucketRun:
         """Write the means and keep the residuals and states."""
         for number, outcome in self._outcomes.items():
             part = self.bucket.parts[number]
+            self._write(part, outcome)  # before settling: alone in the world, the mean may be a view of the residual
             if part.feedback is not None:
                 outcome.settle_(part.feedback.residual)
             if outcome.state is not None:
                 part.unit.state = outcome.state
-            self._write(part, outcome)
 
     def abort(self) -> None:
         """Leave residuals and states as they were before the step."""
