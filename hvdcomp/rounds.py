@@ -85,7 +85,6 @@ class BucketRun:
 
     def begin(self) -> None:
         """Add the gradients to the residuals and run every unit up to its first request."""
-        locally_finite = True
         for number, part in enumerate(self.bucket.parts):
             unit, context = part.unit, self.context
             unit.worker, unit.workers, unit.step = context.worker, context.workers, context.step
@@ -93,9 +92,8 @@ class BucketRun:
             if part.sparse:
                 self._generators[number] = self._sparse_rounds(part)
                 continue
-            locally_finite &= self._accumulate(number, part)
+            self.finite &= self._accumulate(number, part)
             self._generators[number] = part.compressor.rounds(self._acc[number], unit)
-        self.finite = locally_finite
         for number, generator in self._generators.items():
             self._advance(number, lambda generator=generator: next(generator))  # type: ignore[misc]
 
