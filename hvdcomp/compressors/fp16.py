@@ -16,7 +16,7 @@ LARGEST = torch.finfo(torch.float16).max
 class FP16(Compressor):
     """Gradients are cast to float16 and averaged by allreduce; each is divided by the number of workers before the sum.
 
-    A finite value beyond 65504 is sent as 65504; NaN and Inf stay what they are.
+    A finite value beyond 65504 is sent as 65504, and a mean is at most that; a step with a NaN or an Inf is skipped.
     """
 
     name: ClassVar[str] = "fp16"
@@ -27,6 +27,7 @@ class FP16(Compressor):
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         half, ctx = self.compress(acc)
         mean = yield Allreduce(half)
+        mean = mean.clamp(-LARGEST, LARGEST)  # 3 x 65504 / 3 is Inf: the quotient was rounded up before the sum
         return Dense(self.decompress(mean, ctx))
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
