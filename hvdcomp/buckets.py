@@ -77,9 +77,9 @@ class Bucket:
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts "layer.2" before "layer.10", alike in every process."""
+    """Sorts "layer.2" before "layer.10", alike in every process; different names ("1" and "01") never tie."""
     pieces = re.split(r"(\d+)", name)
-    return tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in pieces)
+    return (*((1, int(p), "") if p.isdecimal() else (0, 0, p) for p in pieces), (0, 0, name))
 
 
 def is_excluded(spec: Spec, exclude: Sequence[str]) -> bool:
