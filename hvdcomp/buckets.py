@@ -63,6 +63,12 @@ class Part:
     def compressed(self) -> bool:
         return not isinstance(self.compressor, NoCompression)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the compressor sees: float32 or float64; a tensor that is not compressed travels as it is."""
+        given = self.members[0].dtype
+        return given if given == torch.float64 or not self.compressed else torch.float32
+
 
 @dataclass
 class Bucket:
@@ -179,8 +185,7 @@ class Layout:
         return sorted(parts, key=lambda part: natural_key(part.unit.name))
 
     def _compressed_part(self, name: str, shape: torch.Size, members: list[Spec]) -> Part:
-        feedback = None
+        part = Part(Unit(name, shape), members, self.compressor, None)
         if self.compressor.error_feedback:
-            dtype = torch.float64 if members[0].dtype == torch.float64 else torch.float32
-            feedback = ErrorFeedback(shape.numel(), dtype, members[0].device)
-        return Part(Unit(name, shape), members, self.compressor, feedback)
+            part.feedback = ErrorFeedback(part.unit.numel, part.dtype, members[0].device)
+        return part

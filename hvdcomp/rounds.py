@@ -259,11 +259,10 @@ class BucketRun:
         if isinstance(outcome, SparseRows):
             self.gradients.write(part.members[0], outcome.mean * factor)
             return
-        dtype = part.feedback.residual.dtype if part.feedback is not None else part.members[0].dtype
-        target = self.gradients.target(part.members[0], dtype) if len(part.members) == 1 else None
-        mean = (
-            target if target is not None else torch.empty(part.unit.numel, dtype=dtype, device=part.members[0].device)
-        )
+        target = self.gradients.target(part.members[0], part.dtype) if len(part.members) == 1 else None
+        mean = target
+        if mean is None:
+            mean = torch.empty(part.unit.numel, dtype=part.dtype, device=part.members[0].device)
         outcome.write_mean_(mean)
         if factor != 1.0:
             mean.mul_(factor)
@@ -280,8 +279,8 @@ def _tensor_of(request: Request) -> Tensor:
 def _join(part: Part, gradients: list[tuple[int, Tensor]]) -> Tensor:
     """The flat gradient of a unit that keeps no residual."""
     if len(part.members) == 1 and gradients:
-        return gradients[0][1]
-    joined = torch.zeros(part.unit.numel, dtype=part.members[0].dtype, device=part.members[0].device)
+        return gradients[0][1].to(part.dtype)
+    joined = torch.zeros(part.unit.numel, dtype=part.dtype, device=part.members[0].device)
     for offset, gradient in gradients:
         joined[offset : offset + gradient.numel()] = gradient
     return joined
