@@ -15,7 +15,7 @@ from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.requests import Decide, Request, Rounds, Unit, Volume
 from hvdcomp.kernels import squared_norm
 
-_ROUNDING = 1e-9
+_ROUNDING = 1e-12
 """Lets a quotient that is whole on paper (1000 / 2.5 elements) survive its floating point."""
 
 
