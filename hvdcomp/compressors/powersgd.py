@@ -76,6 +76,11 @@ class PowerSGD(Compressor):
             return matrix
         q = unit.state.get("q")
         if q is None or q.shape != (matrix.shape[1], rank):
-            generator = torch.Generator().manual_seed(shared_seed(self.seed, unit.name) >> 1)
-            q = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64)
+            q = self._first_q(matrix.shape[1], rank, unit)
+        elif not q.any(dim=0).all():  # a column that met zeros only would find nothing ever again
+            q = torch.where(q.any(dim=0), q, self._first_q(matrix.shape[1], rank, unit).to(q))
         return matrix @ q.to(matrix)
+
+    def _first_q(self, columns: int, rank: int, unit: Unit) -> Tensor:
+        generator = torch.Generator().manual_seed(shared_seed(self.seed, unit.name) >> 1)
+        return torch.randn(columns, rank, generator=generator, dtype=torch.float64)
