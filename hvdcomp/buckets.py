@@ -112,7 +112,7 @@ class Layout:
     compressor: Compressor
     granularity: str = "tensor"
     bucket_mb: float = 25.0
-    exclude: tuple[str, ...] = (ONE_DIMENSIONAL,)
+    exclude: Sequence[str] = (ONE_DIMENSIONAL,)
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -120,6 +120,10 @@ class Layout:
         if self.granularity != "tensor" and self.compressor.needs_matrices:
             raise ValueError(
                 f"{self.compressor.name} works on matrices, so it needs granularity='tensor', got {self.granularity!r}"
+            )
+        if isinstance(self.exclude, str):
+            raise ValueError(
+                f"exclude must be a sequence of name globs such as ['*.bias'], got the string {self.exclude!r}"
             )
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be > 0 (MiB of gradients in a bucket), got {self.bucket_mb!r}")

@@ -23,9 +23,8 @@ from hvdcomp.coordinator import Coordinator, open_channel
 from hvdcomp.errors import ReplicaError
 from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRecord, Transport, check_alike
 from hvdcomp.horovod_api import initialised_horovod
-from hvdcomp.plugin import as_compressor, check_op
-from hvdcomp.schedules import Schedule, Static
-from hvdcomp.schedules import create as create_schedule
+from hvdcomp.plugin import as_compressor, as_schedule, check_op
+from hvdcomp.schedules import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def DistributedOptimizer(
         raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    schedule, compressor = _scheduled(schedule, compressor)
+    schedule, compressor = as_schedule(schedule, compressor)
     layout = Layout(compressor, granularity, bucket_mb, _exclusions(exclude, compressor))
     namespace = {name: value for name, value in vars(_Distributed).items() if name not in ("__dict__", "__weakref__")}
     # Horovod's broadcast_optimizer_state knows a distributed optimizer by the module of its class.
@@ -562,10 +561,8 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _exclusions(exclude: Sequence[str] | None, compressor: Compressor) -> tuple[str, ...]:
-    if isinstance(exclude, str):
-        raise ValueError(f"exclude must be a sequence of name globs such as ['*.bias'], got the string {exclude!r}")
-    return compressor.default_exclude if exclude is None else tuple(exclude)
+def _exclusions(exclude: Sequence[str] | None, compressor: Compressor) -> Sequence[str]:
+    return compressor.default_exclude if exclude is None else exclude
 
 
 def _checked_names(
@@ -615,20 +612,6 @@ def _checked_groups(groups: Any, num_groups: int) -> Any:
         if len({id(parameter) for parameter in members}) != len(members):
             raise ValueError("A parameter can only appear once in groups.")
     return groups
-
-
-def _scheduled(schedule: Schedule | str | None, compressor: Compressor) -> tuple[Schedule, Compressor]:
-    """The schedule as an object, and the compressor with the factor that a static schedule gives it."""
-    chosen = Static() if schedule is None else create_schedule(schedule) if isinstance(schedule, str) else schedule
-    if not isinstance(chosen, Schedule):
-        raise ValueError(f"schedule must be a name or a hvdcomp.schedules.Schedule, got {schedule!r}")
-    cf = chosen.cf if isinstance(chosen, Static) else None
-    if (chosen.adaptive or cf is not None) and not compressor.has_levels:
-        raise ValueError(
-            f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
-            "use topk or randomk, or leave the schedule out"
-        )
-    return chosen, compressor if cf is None else compressor.with_parameters(cf=cf)
 
 
 def _stock_compression(hvd: Any, compression: Any) -> Any:

@@ -14,6 +14,8 @@ from hvdcomp.compressors import FP16, Compressor, NoCompression, create
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume
 from hvdcomp.exchange import Exchange, HorovodTransport
 from hvdcomp.horovod_api import horovod, initialised_horovod
+from hvdcomp.schedules import Schedule, Static
+from hvdcomp.schedules import create as create_schedule
 
 _numbers = itertools.count()
 
@@ -44,6 +46,24 @@ def as_compressor(compression: Any) -> Compressor:
         f"compression must be a compressor such as hvdcomp.TopK(cf=100), a name such as 'topk', or one of Horovod's "
         f"Compression.*, got {compression!r}"
     )
+
+
+def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tuple[Schedule, Compressor]:
+    """The schedule as an object, and the compressor with the factor that a static schedule gives it.
+
+    Raises:
+        ValueError: it is no schedule, or chooses a factor that the compressor does not have.
+    """
+    chosen = Static() if schedule is None else create_schedule(schedule) if isinstance(schedule, str) else schedule
+    if not isinstance(chosen, Schedule):
+        raise ValueError(f"schedule must be a name or a hvdcomp.schedules.Schedule, got {schedule!r}")
+    cf = chosen.cf if isinstance(chosen, Static) else None
+    if (chosen.adaptive or cf is not None) and not compressor.has_levels:
+        raise ValueError(
+            f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
+            "use topk or randomk, or leave the schedule out"
+        )
+    return chosen, compressor if cf is None else compressor.with_parameters(cf=cf)
 
 
 def check_op(hvd: Any, compressor: Compressor, op: Any) -> None:
@@ -160,4 +180,4 @@ def _no_clock() -> float:
     return 0.0
 
 
-__all__ = ["BoundCompression", "HorovodCompression", "as_compressor", "check_op"]
+__all__ = ["BoundCompression", "HorovodCompression", "as_compressor", "as_schedule", "check_op"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from hvdcomp.buckets import Bucket, Layout, Spec
 from hvdcomp.checkpointing import residual_views
 from hvdcomp.compressors import Compressor, create
+from hvdcomp.plugin import as_schedule
 from hvdcomp.rounds import BucketRun, Context, Fused
 from hvdcomp.schedules import Decision, Schedule, Statistics
 
@@ -23,7 +24,8 @@ class _Gradients:
     means: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, spec: Spec) -> Tensor | None:
-        return self.given.get(spec.name)
+        gradient = self.given.get(spec.name)
+        return None if gradient is None else gradient.detach()
 
     def target(self, spec: Spec, dtype: torch.dtype) -> Tensor | None:
         return None
@@ -38,7 +40,7 @@ class World:
     Args:
         size: workers, >= 1.
         compression: a compressor or its name.
-        schedule: an adaptive schedule, or None for the compressor's own factor.
+        schedule: a schedule or its name, or None for the compressor's own factor.
         granularity, bucket_mb, exclude: as in ``hvdcomp.DistributedOptimizer``, but nothing is excluded by default.
         parameters: of the compressor, where ``compression`` is a name.
 
@@ -53,7 +55,7 @@ class World:
         size: int,
         compression: Compressor | str = "none",
         *,
-        schedule: Schedule | None = None,
+        schedule: Schedule | str | None = None,
         granularity: str = "tensor",
         bucket_mb: float = 25.0,
         exclude: Sequence[str] = (),
@@ -64,14 +66,15 @@ class World:
         if parameters and isinstance(compression, Compressor):
             raise ValueError(f"parameters {sorted(parameters)} go with a compressor's name, got an object")
         compressor = create(compression, **parameters) if isinstance(compression, str) else compression
+        chosen, compressor = as_schedule(schedule, compressor)
         self.size = size
         self.compression = compressor
-        self.schedule = schedule if schedule is not None and schedule.adaptive else None
+        self.schedule = chosen if chosen.adaptive else None
         self.nbytes = 0
         self.step_count = 0
         self.decision: Decision | None = None
         self.skipped = False
-        self._layout = Layout(compressor, granularity, bucket_mb, tuple(exclude))
+        self._layout = Layout(compressor, granularity, bucket_mb, exclude)
         self._buckets: list[list[Bucket]] = []
         self._levels = None
         if self.schedule is not None:
@@ -86,11 +89,18 @@ class World:
 
         Returns:
             Each worker's mean by name, NaN everywhere if some worker met a NaN or an Inf.
+
+        Raises:
+            ValueError: not one worker's gradients each, or a name that the first step did not have.
         """
         if len(grads) != self.size:
             raise ValueError(f"expected the gradients of {self.size} workers, got {len(grads)}")
         if not self._buckets:
             self._buckets = [self._layout.buckets(_specs(grads)) for _ in range(self.size)]
+        specs = [spec for bucket in self._buckets[0] for spec in bucket.members]
+        unknown = sorted({name for worker in grads for name in worker} - {spec.name for spec in specs})
+        if unknown and any(worker.get(name) is not None for worker in grads for name in unknown):
+            raise ValueError(f"the first step had no gradients of {', '.join(unknown)}: start another World")
         self.nbytes = 0
         gradients = [_Gradients(worker) for worker in grads]
         runs = [self._begin(worker, gradients[worker]) for worker in range(self.size)]
@@ -107,11 +117,17 @@ class World:
                 run.commit()
         self.step_count += 1
         if self.skipped:
-            return [{spec.name: torch.full(spec.shape, torch.nan) for spec in _specs(grads)} for _ in grads]
+            return [{s.name: torch.full(s.shape, torch.nan, dtype=s.dtype) for s in specs} for _ in grads]
         return [worker.means for worker in gradients]
 
     def residual(self, worker: int, name: str) -> Tensor:
-        """What a worker has not sent of a tensor, in its shape; zeros where there is no error feedback."""
+        """What a worker has not sent of a tensor, in its shape; zeros where there is no error feedback.
+
+        Raises:
+            KeyError: no step had a gradient of that name.
+        """
+        if not self._buckets:
+            raise KeyError(name)
         for bucket in self._buckets[worker]:
             for part in bucket.parts:
                 if name in residual_views(part):
