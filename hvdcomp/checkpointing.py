@@ -32,7 +32,13 @@ def empty(transport: Transport) -> dict[str, Any]:
 
 
 def state_of(exchange: Exchange) -> dict[str, Any]:
-    """One worker's state; residuals by parameter name in the parameter's shape, compressors' tensors by unit name."""
+    """One worker's state; residuals by parameter name in the parameter's shape, compressors' tensors by unit name.
+
+    Raises:
+        RuntimeError: an exchange is under way, so that residuals hold gradients too.
+    """
+    if exchange.under_way:
+        raise RuntimeError("the compressor state cannot be saved between backward() and step(): call it after step()")
     coordinator = exchange.coordinator
     schedule = coordinator.schedule if coordinator is not None else None
     parts = [part for bucket in exchange.buckets for part in bucket.parts]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Collection
 
 
 def check_number(name: str, value: float, low: float, high: float = math.inf, *, hint: str) -> float:
     """`value` as a float if it is a finite number within [low, high], else a ValueError that says what `name` is."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= min(high, sys.float_info.max):
         allowed = f">= {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
         raise ValueError(f"{name} must be {allowed}, got {value!r} ({hint})")
     return float(value)

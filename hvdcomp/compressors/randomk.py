@@ -27,7 +27,7 @@ class RandomK(Sparsifier):
 
     Args:
         cf: compression factor >= 1, original floats / sent floats; 1 sends all.
-        seed: any whole number, the same on all workers.
+        seed: a whole number >= 0, the same on all workers.
         error_feedback: keep what was not sent for the next step, and send values as they are; without it they are
             multiplied by numel / k, which makes the mean unbiased.
     """
