@@ -1,0 +1,250 @@
+"""Payloads and frames: round trips, sizes, and what becomes of bytes that are no payload."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hvdcomp.errors import WireError
+from hvdcomp.sparse_gradients import _decode as decode_rows
+from hvdcomp.sparse_gradients import _encode as encode_rows
+from hvdcomp.wire import MAX_INDEX, decode_frames, decode_sparse, encode_frame, encode_sparse, sparse_nbytes
+
+QUICK = settings(deadline=None, max_examples=100)
+FUZZ = settings(deadline=None, max_examples=150)
+
+
+@st.composite
+def sparse_vectors(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
+    """(indices, values, numel)"""
+    numel = draw(st.integers(0, 200))
+    positions = sorted(draw(st.sets(st.integers(0, numel - 1), max_size=40))) if numel else []
+    dtype, width = draw(st.sampled_from([(torch.float32, 32), (torch.float64, 64)]))
+    values = [draw(st.floats(width=width)) for _ in positions]  # NaN and Inf too
+    return torch.tensor(positions, dtype=torch.int64), torch.tensor(values, dtype=dtype), numel
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def as_payload(data: bytes | Sequence[int]) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def decoded_or_refused(payload: Tensor, numel: int) -> None:
+    """Either a WireError, or indices that may be used without a further look."""
+    try:
+        indices, values = decode_sparse(payload, numel)
+    except WireError:
+        return
+    assert indices.numel() == values.numel() <= numel
+    assert all(0 <= i < numel for i in indices.tolist())
+    assert indices.tolist() == sorted(set(indices.tolist()))
+
+
+# -- payloads
+
+
+@given(sparse_vectors())
+@QUICK
+def test_a_payload_comes_back_bitwise(vector: tuple[Tensor, Tensor, int]) -> None:
+    indices, values, numel = vector
+    payload = encode_sparse(indices, values, numel)
+    assert payload.dtype == torch.uint8
+    assert payload.numel() == sparse_nbytes(indices.numel(), values.element_size())
+    back_indices, back_values = decode_sparse(payload, numel)
+    assert back_indices.dtype == torch.int32
+    assert back_indices.tolist() == indices.tolist()
+    assert back_values.dtype == values.dtype
+    assert bits(back_values) == bits(values)
+
+
+def test_a_payload_takes_eight_bytes_an_element_and_a_header_of_sixteen() -> None:
+    payload = encode_sparse(torch.tensor([1, 5, 70_000]), torch.tensor([1.0, 2.0, 3.0]), 100_000)
+    assert payload.numel() == 16 + 8 * 3
+    assert decode_sparse(payload, 100_000)[0].tolist() == [1, 5, 70_000]  # beyond int16
+
+
+@given(st.binary(max_size=80), st.integers(0, 20))
+@FUZZ
+def test_random_bytes_are_refused(data: bytes, numel: int) -> None:
+    decoded_or_refused(as_payload(data), numel)
+
+
+@given(sparse_vectors(), st.data())
+@FUZZ
+def test_a_payload_with_a_flipped_bit_is_safe(vector: tuple[Tensor, Tensor, int], data: st.DataObject) -> None:
+    indices, values, numel = vector
+    payload = encode_sparse(indices, values, numel)
+    position = data.draw(st.integers(0, payload.numel() - 1))
+    payload[position] ^= 1 << data.draw(st.integers(0, 7))
+    decoded_or_refused(payload, numel)
+
+
+@given(sparse_vectors(), st.data())
+@QUICK
+def test_a_truncated_or_extended_payload_is_refused(vector: tuple[Tensor, Tensor, int], data: st.DataObject) -> None:
+    indices, values, numel = vector
+    payload = encode_sparse(indices, values, numel)
+    with pytest.raises(WireError):
+        decode_sparse(payload[: data.draw(st.integers(0, payload.numel() - 1))], numel)
+    with pytest.raises(WireError):
+        decode_sparse(torch.cat([payload, payload.new_zeros(data.draw(st.integers(1, 9)))]), numel)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[-1], [3], [2**31 - 1], [1, 1], [2, 1], [0, 1, 1], [0, -5, 2]],
+    ids=["negative", "too high", "huge", "twice", "descending", "twice at the end", "negative inside"],
+)
+def test_indices_are_checked(wrong: list[int]) -> None:
+    payload = encode_sparse(torch.tensor(wrong), torch.ones(len(wrong)), 3)
+    with pytest.raises(WireError, match="ascending"):
+        decode_sparse(payload, 3)
+
+
+def test_a_payload_for_another_tensor_is_refused() -> None:
+    payload = encode_sparse(torch.tensor([0]), torch.ones(1), 4)
+    with pytest.raises(WireError, match="expected a vector of 5"):
+        decode_sparse(payload, 5)
+
+
+@pytest.mark.parametrize("offset", [0, 2, 3])
+def test_another_magic_version_or_type_is_refused(offset: int) -> None:
+    payload = encode_sparse(torch.tensor([0]), torch.ones(1), 4)
+    payload[offset] += 2
+    with pytest.raises(WireError):
+        decode_sparse(payload, 4)
+
+
+def test_a_vector_beyond_int32_is_refused_without_being_made() -> None:
+    assert MAX_INDEX == 2**31 - 1
+    nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    assert encode_sparse(*nothing, 2**31 - 1).numel() == 16
+    with pytest.raises(ValueError, match="int32"):
+        encode_sparse(*nothing, 2**31)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
+def test_values_without_a_code_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="float32"):
+        encode_sparse(torch.tensor([0]), torch.ones(1, dtype=dtype), 4)
+
+
+# -- frames
+
+
+@st.composite
+def buckets_of_workers(draw: st.DrawFn) -> list[list[bytes]]:
+    """Equally many payloads of each worker."""
+    payloads = draw(st.integers(0, 5))
+    return draw(
+        st.lists(st.lists(st.binary(max_size=30), min_size=payloads, max_size=payloads), min_size=1, max_size=4)
+    )
+
+
+@given(buckets_of_workers(), st.data())
+@QUICK
+def test_frames_of_all_workers_come_back(workers: list[list[bytes]], data: st.DataObject) -> None:
+    finite = [data.draw(st.booleans()) for _ in workers]
+    frames = [encode_frame([as_payload(p) for p in ps], ok) for ps, ok in zip(workers, finite, strict=True)]
+    assert all(frame.numel() % 8 == 0 for frame in frames)
+    decoded = decode_frames(torch.cat(frames), len(workers), len(workers[0]))
+    assert [frame.finite for frame in decoded] == finite
+    assert [[bytes(p.tolist()) for p in frame.payloads] for frame in decoded] == workers
+
+
+def test_a_frame_of_one_payload_takes_its_stated_bytes() -> None:
+    assert encode_frame([as_payload(bytes(16 + 8 * 3))], True).numel() == 24 + 16 + 8 * 3
+    assert encode_frame([], True).numel() == 16
+
+
+def frames_or_refused(buffer: Tensor, workers: int, payloads: int) -> None:
+    try:
+        frames = decode_frames(buffer, workers, payloads)
+    except WireError:
+        return
+    assert len(frames) == workers
+    for frame in frames:
+        assert len(frame.payloads) == payloads
+        for payload in frame.payloads:
+            decoded_or_refused(payload, 9)
+
+
+@given(st.binary(max_size=100), st.integers(1, 3), st.integers(0, 3))
+@FUZZ
+def test_random_bytes_are_no_frames(data: bytes, workers: int, payloads: int) -> None:
+    frames_or_refused(as_payload(data), workers, payloads)
+
+
+@given(st.integers(1, 3), st.integers(0, 3), st.data())
+@FUZZ
+def test_a_frame_with_flipped_bits_is_refused_or_safe(workers: int, payloads: int, data: st.DataObject) -> None:
+    own = [encode_sparse(torch.arange(3), torch.ones(3), 9) for _ in range(payloads)]
+    buffer = torch.cat([encode_frame(own, True)] * workers)
+    for _ in range(data.draw(st.integers(1, 3))):
+        buffer[data.draw(st.integers(0, buffer.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    frames_or_refused(buffer, workers, payloads)
+
+
+@given(st.integers(1, 3), st.integers(0, 3), st.data())
+@QUICK
+def test_truncated_frames_and_leftovers_are_refused(workers: int, payloads: int, data: st.DataObject) -> None:
+    own = [encode_sparse(torch.arange(3), torch.ones(3), 9) for _ in range(payloads)]
+    buffer = torch.cat([encode_frame(own, True)] * workers)
+    with pytest.raises(WireError):
+        decode_frames(buffer[: data.draw(st.integers(0, buffer.numel() - 1))], workers, payloads)
+    with pytest.raises(WireError):
+        decode_frames(torch.cat([buffer, buffer.new_zeros(data.draw(st.integers(1, 40)))]), workers, payloads)
+
+
+def test_a_worker_with_other_buckets_is_named() -> None:
+    frames = [encode_frame([as_payload(b"12")] * n, True) for n in (2, 1)]
+    with pytest.raises(WireError, match=r"worker 1 sent 1 payloads, expected 2: the ranks' buckets differ"):
+        decode_frames(torch.cat([*frames, torch.zeros(8, dtype=torch.uint8)]), 2, 2)
+
+
+def test_payloads_within_a_frame_may_be_read_as_float64() -> None:
+    own = [encode_sparse(torch.arange(n), torch.ones(n, dtype=torch.float64), 9) for n in (1, 2, 3)]
+    for frame in decode_frames(torch.cat([encode_frame(own, True)] * 3), 3, 3):
+        for n, payload in enumerate(frame.payloads, 1):
+            assert decode_sparse(payload, 9)[1].tolist() == [1.0] * n
+
+
+# -- rows of sparse gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [[], [0], [3, 1]])
+def test_sparse_rows_come_back(rows: list[int], dtype: torch.dtype) -> None:
+    values = torch.randn(len(rows), 3).to(dtype)
+    indices = torch.tensor([rows], dtype=torch.int64)
+    given = torch.sparse_coo_tensor(indices, values, (4, 3), check_invariants=True).coalesce()
+    back_indices, back_values = decode_rows(encode_rows(given), 4, 3, dtype)
+    assert back_indices.tolist() == sorted(rows)
+    assert torch.equal(back_values, given.values())
+
+
+@given(st.binary(max_size=60), st.integers(0, 4), st.integers(0, 3))
+@FUZZ
+def test_random_bytes_are_no_rows(data: bytes, rows: int, width: int) -> None:
+    try:
+        indices, values = decode_rows(as_payload(data), rows, width, torch.float32)
+    except WireError:
+        return
+    assert all(0 <= i < rows for i in indices.tolist())
+    assert values.shape == (indices.numel(), width)
+
+
+@pytest.mark.parametrize("row", [-1, 4, 2**40])
+def test_row_numbers_are_checked(row: int) -> None:
+    payload = as_payload(struct.pack("<Qqf", 1, row, 1.0))
+    with pytest.raises(WireError, match="outside"):
+        decode_rows(payload, 4, 1, torch.float32)
