@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -179,8 +180,8 @@ def test_each_level_is_sent_as_decided() -> None:
 @pytest.mark.parametrize(
     ("numel", "cf", "kept"),
     [
-        (0, 4, 0), (1, 100, 1), (5, 1, 5), (5, 2, 2), (1000, 100, 10), (999, 100, 9), (1000, 2.5, 400), (7, 7, 1), (7, 8, 1),
-        (300, 1 / 0.01, 3), (2_000_000_000 - 1, 2, 999_999_999), (2**31 - 1, 1.0000000001, 2147483646),
+        (0, 4, 0), (1, 100, 1), (5, 1, 5), (5, 2, 2), (1000, 100, 10), (999, 100, 9), (1000, 2.5, 400), (7, 7, 1),
+        (7, 8, 1), (300, 1 / 0.01, 3), (2_000_000_000 - 1, 2, 999_999_999), (2**31 - 1, 1.0000000001, 2147483646),
     ],
 )  # fmt: skip
 def test_kept_elements(numel: int, cf: float, kept: int) -> None:
@@ -216,7 +217,7 @@ def test_randomk_depends_on_name_step_and_seed() -> None:
 def test_shared_seed_depends_on_the_order_and_borders_of_its_parts() -> None:
     seeds = [shared_seed(*parts) for parts in (("ab", "c"), ("a", "bc"), ("c", "ab"), (1, 11, "a"), (11, 1, "a"))]
     assert len(set(seeds)) == len(seeds)
-    assert shared_seed(0, 1, "w") == 5563226796206757447 or shared_seed(0, 1, "w") == shared_seed(0, 1, "w")
+    assert shared_seed(0, 1, "w") == 13301438256950023153  # alike in every process, unlike hash()
 
 
 def test_randomk_is_the_same_whatever_comes_with_it_and_in_whatever_order() -> None:
@@ -332,7 +333,7 @@ def test_powersgd_at_full_rank_loses_nothing(shape: tuple[int, ...], workers: in
     for _ in range(3):
         mean = world.step(grads)[0]["w"]
         assert torch.allclose(mean, torch.stack([g["w"] for g in grads]).mean(0), atol=1e-5)
-        assert world.residual(0, "w").abs().max() < 1e-5
+        assert (sum(world.residual(worker, "w") for worker in range(workers)) / workers).abs().max() < 1e-5
 
 
 def test_powersgd_treats_a_tensor_as_the_matrix_of_its_first_dimension() -> None:
@@ -368,7 +369,7 @@ def test_powersgd_keeps_q_so_that_a_constant_gradient_is_met_ever_better() -> No
     matrix = torch.randn(20, 30)
     world = World(1, "powersgd", rank=2, error_feedback=False)
     errors = [float((world.step([{"w": matrix}])[0]["w"] - matrix).norm()) for _ in range(8)]
-    assert all(later < earlier for earlier, later in zip(errors, errors[1:], strict=False)), errors
+    assert all(later < earlier for earlier, later in itertools.pairwise(errors)), errors
     values = torch.linalg.svdvals(matrix)
     best = float(values[2:].square().sum().sqrt())
     fresh = World(1, "powersgd", rank=2, error_feedback=False)
