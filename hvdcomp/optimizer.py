@@ -143,6 +143,7 @@ class _Distributed(torch.optim.Optimizer):
         """Take over all that the user's optimizer is; its ``step`` may have been replaced by a scheduler's counter."""
         self.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
         self._patch_step_function()
+        setattr(optimizer, "_opt_called", True)  # noqa: B010 - that counter sees no steps of ours, and would warn
 
     def _set_up(
         self,
@@ -286,7 +287,7 @@ class _Distributed(torch.optim.Optimizer):
             names = sorted((spec.name for spec in specs), key=natural_key)
             size = -(-len(names) // self._groups)
             return [names[i : i + size] for i in range(0, len(names), size)]
-        return [[self._names[parameter] for parameter in group] for group in self._groups]
+        return [[self._names[p] for p in group if p in self._names] for group in self._groups]
 
     def _has_sparse_gradient(self, name: str) -> bool:
         gradient = self._parameters[name].grad
@@ -392,10 +393,9 @@ class _Distributed(torch.optim.Optimizer):
             self._skip_step = False
             return loss
         wrapped: Any = self._wrapped.step
-        plain = wrapped.__wrapped__ if getattr(wrapped, "hooked", False) else wrapped  # step hooks fire once, for us
-        if closure is None:
-            return plain(self)
-        return plain(self, self._replay(closure, loss))
+        return wrapped(self) if closure is None else wrapped(self, self._replay(closure, loss))
+
+    step.hooked = True  # type: ignore[attr-defined]  # step hooks fire once, in the wrapped step, after the exchange
 
     def _replay(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
         """The closure for the wrapped optimizer: its first evaluation is already done and exchanged."""
@@ -447,7 +447,12 @@ class _Distributed(torch.optim.Optimizer):
         self._synchronized = False
         self._should_synchronize = True
         self._reset_delays()
+        groups = self.param_groups
         self._wrapped.load_state_dict(self, state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups  # a scheduler made before wrapping goes on changing these
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes an exchange waits for."""
@@ -590,7 +595,7 @@ def _checked_names(
             "named_parameters was specified, but one or more model parameters were not named. Their shapes: "
             + ", ".join(str(tuple(shape)) for shape in unnamed)
         )
-    return {parameter: name for name, parameter in pairs}
+    return {parameter: name for name, parameter in sorted(pairs, key=lambda pair: pair[0])}
 
 
 def _checked_groups(groups: Any, num_groups: int) -> Any:
