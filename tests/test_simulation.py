@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import every_method
+from in_process import ExchangeWorld
 from torch import Tensor
 
 from hvdcomp.compressors import Compressor, NoCompression, PowerSGD, RandomK, TopK
@@ -66,7 +67,7 @@ def test_applied_and_left_is_what_was_given(
     world = World(workers, compressor, granularity=granularity, bucket_mb=0.0003)
     applied: dict[str, Tensor] = {}
     given: dict[str, Tensor] = {}
-    for step in range(8):
+    for step in range(5):
         grads = random_grads(workers, seed=step)
         means = world.step(grads)
         for name, plain in plain_means(grads).items():
@@ -243,7 +244,7 @@ def test_a_value_that_is_not_finite_anywhere_makes_all_skip(
 ) -> None:
     for granularity in granularities(compressor):
         for worker in range(workers):
-            for name in ("weight", "bias", "scalar"):
+            for name in ("weight", "scalar"):
                 world = World(workers, compressor, granularity=granularity, exclude=("scalar",))
                 good = random_grads(workers)
                 world.step(good)
@@ -536,3 +537,132 @@ def test_two_worlds_with_the_same_names_are_independent(random_grads: MakeGrads)
     mean = first.step(grads)[0]["weight"]
     first.step(grads)
     assert torch.equal(second.step(grads)[0]["weight"], mean)
+
+
+# -- the optimizer's exchange
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(("compressor", "granularity"), METHODS_AND_UNITS)
+def test_exchanges_between_threads_equal_the_simulation_bitwise(
+    compressor: Compressor, granularity: str, workers: int, random_grads: MakeGrads
+) -> None:
+    options: dict[str, Any] = {"granularity": granularity, "bucket_mb": 0.0003, "exclude": ("scalar",)}
+    world = World(workers, compressor, **options)
+    real = ExchangeWorld(workers, compressor, random_grads(1)[0], **options)
+    for step in range(4):
+        grads = random_grads(workers, seed=step)
+        if step == 2:
+            grads = poisoned(grads, workers - 1, "weight", math.nan)
+        expected, means = world.step(grads), real.step(grads)
+        if compressor.checks_finite and step == 2:
+            assert [record.skipped for record in real.records] == [True] * workers
+            continue
+        for mean, other in zip(means, expected, strict=True):
+            assert mean.keys() == other.keys()
+            assert all(torch.equal(mean[name].nan_to_num(9), other[name].nan_to_num(9)) for name in mean)
+        assert real.records[0].bytes_sent == world.nbytes
+    assert all(sorted(t.names) == sorted(real.transports[0].names) for t in real.transports)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "model"])
+@pytest.mark.parametrize("compressor", SPARSIFIERS, ids=by_name)
+def test_exchanges_between_threads_equal_the_simulation_under_gravac(
+    compressor: Compressor, granularity: str, random_grads: MakeGrads
+) -> None:
+    def gravac() -> GraVAC:
+        return GraVAC(cf_min=2, cf_max=32, epsilon=0.5, window=2)
+
+    world = World(3, compressor, schedule=gravac(), granularity=granularity)
+    real = ExchangeWorld(
+        3, compressor, random_grads(1)[0], schedules=[gravac() for _ in range(3)], granularity=granularity
+    )
+    for step in range(8):
+        grads = random_grads(3, seed=step)
+        if step == 3:
+            grads = poisoned(grads, 1, "conv", math.inf)
+        expected, means = world.step(grads), real.step(grads)
+        assert world.decision is not None
+        assert {(r.cf, r.level, r.skipped) for r in real.records} == {
+            (world.decision.cf, world.decision.level, world.skipped)
+        }
+        if not world.skipped:
+            assert all(
+                torch.equal(mean[n], other[n]) for mean, other in zip(means, expected, strict=True) for n in mean
+            )
+
+
+@pytest.mark.parametrize(("compressor", "granularity"), METHODS_AND_UNITS)
+def test_one_worker_alone_equals_a_world_of_one(
+    compressor: Compressor, granularity: str, random_grads: MakeGrads
+) -> None:
+    """Its collectives return the very buffer that they were given, which may be a view of the residual."""
+    for single in ({"weight"}, set(random_grads(1)[0])):
+        for made in (compressor, *(c for c in LOSS_FREE if granularity in granularities(c))):
+            world = World(1, made, granularity=granularity)
+            first = {name: g for name, g in random_grads(1)[0].items() if name in single}
+            alone = ExchangeWorld(1, made, first, alone=True, granularity=granularity)
+            for step in range(3):
+                grads = [{name: random_grads(1, seed=step)[0][name] for name in first}]
+                expected, means = world.step(grads)[0], alone.step(grads)[0]
+                assert all(torch.equal(means[name], expected[name]) for name in expected), (made, step)
+
+
+@pytest.mark.parametrize("compressor", [TopK(cf=4), PowerSGD(rank=1)], ids=by_name)
+def test_residuals_are_kept_without_the_loss_scale(compressor: Compressor, random_grads: MakeGrads) -> None:
+    """The scale is a power of two, so that this is exact, also where it changes."""
+    plain = ExchangeWorld(2, compressor, random_grads(1)[0])
+    scaled = ExchangeWorld(2, compressor, random_grads(1)[0])
+    for step, scale in enumerate((2.0**10, 2.0**10, 2.0**9, 2.0**15)):
+        grads = random_grads(2, seed=step)
+        expected = plain.step(grads)[0]
+        means = scaled.step([{n: t * scale for n, t in g.items()} for g in grads], scale=scale)[0]
+        assert all(torch.equal(means[name] / scale, expected[name]) for name in expected)
+
+
+def test_a_sum_is_the_mean_times_the_workers(method: Compressor, random_grads: MakeGrads) -> None:
+    mean, total = (ExchangeWorld(2, method, random_grads(1)[0]) for _ in range(2))
+    for step in range(2):
+        grads = random_grads(2, seed=step)
+        means, sums = mean.step(grads)[0], total.step(grads, summed=True)[0]
+        assert all(torch.equal(sums[name], means[name] * 2) for name in means)
+
+
+def test_sparse_gradients_travel_as_rows(method: Compressor) -> None:
+    dense = [torch.zeros(5, 3) for _ in range(3)]
+    dense[0][[1, 4]] = torch.randn(2, 3)
+    dense[1][[4]] = torch.randn(1, 3)
+    others = [torch.randn(6, 8) for _ in range(3)]
+    grads: list[dict[str, Any]] = [{"e": d.to_sparse(1), "w": w} for d, w in zip(dense, others, strict=True)]
+    grads[2]["e"] = None
+    world = ExchangeWorld(3, method, {"e": dense[0], "w": others[0]}, sparse=["e"])
+    means = world.step(grads)
+    for mean in means:
+        assert mean["e"].is_sparse
+        assert torch.allclose(mean["e"].to_dense(), sum(dense) / 3, atol=1e-6)
+        assert torch.equal(mean["w"], means[0]["w"])
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("compressor", CHECKED, ids=by_name)
+def test_a_sparse_gradient_that_is_not_finite_makes_all_skip(compressor: Compressor, value: float) -> None:
+    good = {"e": torch.ones(5, 3).to_sparse(1), "w": torch.ones(6, 8)}
+    bad = {"e": torch.full((5, 3), value).to_sparse(1), "w": torch.ones(6, 8)}
+    for bucket_mb in (25.0, 1e-9):
+        world = ExchangeWorld(
+            2, compressor, {n: t.to_dense() for n, t in good.items()}, sparse=["e"], bucket_mb=bucket_mb
+        )
+        world.step([good, bad])
+        assert [record.skipped for record in world.records] == [True, True]
+        world.step([good, good])
+        assert [record.skipped for record in world.records] == [False, False]
+
+
+def test_a_step_makes_as_few_exchanges_as_it_can() -> None:
+    grads = {f"l{i}.weight": torch.randn(10, 12) for i in range(25)} | {
+        f"l{i}.bias": torch.randn(10) for i in range(25)
+    }
+    for compressor, exchanges in ((PowerSGD(rank=2), 2), (TopK(cf=10), 2), (NoCompression(), 1), (RandomK(cf=10), 1)):
+        world = ExchangeWorld(2, compressor, grads, exclude=("1d",))
+        world.step([grads, grads])
+        assert world.records[0].exchanges == exchanges, compressor
