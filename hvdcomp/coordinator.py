@@ -36,19 +36,35 @@ class Coordinator:
     def __init__(self, schedule: Schedule, channel: Channel) -> None:
         self.schedule = schedule
         self.channel = channel
+        self._fault: Exception | None = None
 
     def decide(self, statistics: list[float]) -> Decision:
-        """Blocking; every worker must call it once a step, in the same order."""
+        """Blocking; every worker must call it once a step, in the same order.
+
+        Raises:
+            Exception: the schedule's own, on the root; a RuntimeError on the others then.
+        """
         total = self.channel.sum_to_root(np.array(statistics, dtype=np.float64))
-        vector = np.zeros(Decision.SIZE)
-        if self.channel.root:
-            vector[:] = self.schedule.decide(Statistics.from_vector(total.tolist())).to_vector()
-        return Decision.from_vector(self.channel.from_root(vector).tolist())
+        vector = np.full(Decision.SIZE, np.nan)
+        if self.channel.root and self._fault is None:
+            try:
+                vector[:] = self.schedule.decide(Statistics.from_vector(total.tolist())).to_vector()
+            except Exception as error:
+                self._fault = error
+        vector = self.channel.from_root(vector)
+        if self._fault is not None:
+            raise self._fault
+        if np.isnan(vector[0]):
+            raise RuntimeError(f"schedule {self.schedule.name!r} failed on worker 0, which decides; see its traceback")
+        return Decision.from_vector(vector.tolist())
 
     def observe(self, seconds: float, compress_s: float, samples: float) -> None:
-        """Tell the schedule what the last step cost, on the root."""
+        """Tell the schedule what the last step cost, on the root; if it fails, so does the next :meth:`decide`."""
         if self.channel.root:
-            self.schedule.observe(seconds, compress_s, samples)
+            try:
+                self.schedule.observe(seconds, compress_s, samples)
+            except Exception as error:
+                self._fault = error
 
 
 class LocalChannel:
@@ -106,6 +122,13 @@ class HorovodChannel:
             torch.from_numpy(vector), self._root_rank, name=f"{self._label}.decision", process_set=self._process_set
         )
         return np.asarray(sent.numpy())
+
+
+def channel_name(hvd: Any, process_set: Any) -> str:
+    """The name of the channel that :func:`open_channel` opens; not collective."""
+    if process_set.size() == 1:
+        return LocalChannel.name
+    return HorovodChannel.name if _mpi_of_this_run(hvd) is None else MpiChannel.name
 
 
 def open_channel(hvd: Any, label: str, process_set: Any) -> Channel:

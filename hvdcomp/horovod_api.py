@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -40,3 +42,9 @@ def initialised_horovod() -> Any:
             "that was built with MPI"
         )
     return hvd
+
+
+def label_of(numbers: defaultdict[int, Iterator[int]], prefix: str, process_set: Any) -> str:
+    """The prefix of an optimizer's operations, alike on all members of its process set, whoever else made some."""
+    identity = process_set.process_set_id or 0
+    return f"{prefix}.{f'set{identity}.' if identity else ''}{next(numbers[identity])}"

@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch import Tensor
 from hvdcomp import checkpointing
 from hvdcomp.buckets import Bucket, Layout, Spec, natural_key
 from hvdcomp.compressors import Compressor, NoCompression
-from hvdcomp.coordinator import Coordinator, open_channel
+from hvdcomp.coordinator import Coordinator, channel_name, open_channel
 from hvdcomp.errors import ReplicaError
 from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRecord, Transport, check_alike
-from hvdcomp.horovod_api import initialised_horovod
+from hvdcomp.horovod_api import initialised_horovod, label_of
 from hvdcomp.plugin import as_compressor, as_schedule, check_op
 from hvdcomp.schedules import Schedule
 
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 DISABLE_VARIABLE = "HVDCOMP_DISABLE"
 """Environment variable: set to 1, it gives back stock Horovod."""
 
-_numbers = itertools.count()
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+"""For each process set: optimizers that its members have made, in the same order on all of them."""
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -166,10 +168,11 @@ class _Distributed(torch.optim.Optimizer):
         self.schedule = schedule
         self.compression = layout.compressor
         self._hvd = hvd
-        self._label = f"hvdcomp.{next(_numbers)}"
+        self._label = label_of(_numbers, "hvdcomp", process_set)
         self._layout = layout
         self._groups = groups
         self._summed = summed
+        self._predivide_factor = predivide_factor
         self._sparse_as_dense = sparse_as_dense
         self._grad_scaler = grad_scaler
         self._names = _checked_names(named_parameters, self.param_groups)
@@ -231,13 +234,13 @@ class _Distributed(torch.optim.Optimizer):
         assert self._transport is not None
         specs = [Spec.of(name, parameter) for name, parameter in self._parameters.items()]
         groups = self._group_names(specs)
-        channel = open_channel(self._hvd, self._label, self.process_set) if self.schedule.adaptive else None
         sparse = [spec.name for spec in specs if self._has_sparse_gradient(spec.name)]
         everyone = check_alike(
             self._transport,
-            {"same": self._description(specs, groups, channel), "sparse": sparse},
+            {"same": self._description(specs, groups), "sparse": sparse},
             f"{self._label}.layout",
         )
+        channel = open_channel(self._hvd, self._label, self.process_set) if self.schedule.adaptive else None
         sparse_names = {name for worker in everyone for name in worker["sparse"]}
         buckets = self._layout.buckets(specs, groups=groups, sparse=sparse_names)
         exchange = Exchange(
@@ -265,7 +268,7 @@ class _Distributed(torch.optim.Optimizer):
             for member in bucket.members:
                 self._bucket_of[member.name] = bucket
 
-    def _description(self, specs: list[Spec], groups: Any, channel: Any) -> dict[str, Any]:
+    def _description(self, specs: list[Spec], groups: Any) -> dict[str, Any]:
         return {
             "parameters": {spec.name: [list(spec.shape), str(spec.dtype)] for spec in specs},
             "compression": repr(self.compression),
@@ -275,7 +278,8 @@ class _Distributed(torch.optim.Optimizer):
             "exclude": list(self._layout.exclude),
             "groups": groups,
             "op": "Sum" if self._summed else "Average",
-            "decisions": channel.name if channel is not None else None,
+            "decisions": channel_name(self._hvd, self.process_set) if self.schedule.adaptive else None,
+            "gradient_predivide_factor": self._predivide_factor,
             "sparse_as_dense": self._sparse_as_dense,
         }
 
@@ -284,9 +288,10 @@ class _Distributed(torch.optim.Optimizer):
         if self._groups is None or self._groups == 0:
             return None
         if isinstance(self._groups, int):
+            from horovod.common.util import split_list
+
             names = sorted((spec.name for spec in specs), key=natural_key)
-            size = -(-len(names) // self._groups)
-            return [names[i : i + size] for i in range(0, len(names), size)]
+            return split_list(names, self._groups)
         return [[self._names[p] for p in group if p in self._names] for group in self._groups]
 
     def _has_sparse_gradient(self, name: str) -> bool:
@@ -331,26 +336,32 @@ class _Distributed(torch.optim.Optimizer):
         """
         if self._synchronized:
             return
-        self._synchronized = True
         if self._transport is None:
+            self._synchronized = True
             return
-        self._take_part(self._new_parameters())
-        exchange = self._exchange or self._build()
+        try:
+            self._take_part(self._new_parameters())
+            exchange = self._exchange or self._build()
+            record = self._complete(exchange)
+        finally:
+            self._reset_delays()
+        self._synchronized = True
+        if record.skipped:
+            self._skip_step = True
+            self._poison()
+        self._finish_record(exchange, record)
+
+    def _complete(self, exchange: Exchange) -> StepRecord:
+        """Start the buckets that no hook has started, and finish all."""
         started = {bucket.index for bucket in exchange.buckets if self._missing[bucket.index] == 0}
         try:
             for bucket in exchange.buckets:
                 if bucket.index not in started:
                     self._start(exchange, bucket)
-            record = exchange.finish()
+            return exchange.finish()
         except BaseException:
             exchange.drop()
             raise
-        finally:
-            self._reset_delays()
-        if record.skipped:
-            self._skip_step = True
-            self._poison()
-        self._finish_record(exchange, record)
 
     def _reset_delays(self) -> None:
         self._fired = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +14,11 @@ from hvdcomp.buckets import Layout, Spec
 from hvdcomp.compressors import FP16, Compressor, NoCompression, create
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume
 from hvdcomp.exchange import Exchange, HorovodTransport
-from hvdcomp.horovod_api import horovod, initialised_horovod
+from hvdcomp.horovod_api import horovod, initialised_horovod, label_of
 from hvdcomp.schedules import Schedule, Static
 from hvdcomp.schedules import create as create_schedule
 
-_numbers = itertools.count()
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
 def as_compressor(compression: Any) -> Compressor:
@@ -128,12 +129,13 @@ class BoundCompression:
         self._buckets = {
             bucket.members[0].name: bucket for bucket in layout.buckets(specs, groups=[[spec.name] for spec in specs])
         }
-        transport = HorovodTransport(hvd, hvd.global_process_set if process_set is None else process_set)
+        process_set = hvd.global_process_set if process_set is None else process_set
+        transport = HorovodTransport(hvd, process_set)
         self._exchange = Exchange(
             list(self._buckets.values()),
             transport,
             None,
-            label=f"hvdcomp.bound.{next(_numbers)}",
+            label=label_of(_numbers, "hvdcomp.bound", process_set),
             check_finite=compressor.checks_finite,
             static_cf=getattr(compressor, "cf", None),
             clock=_no_clock,
