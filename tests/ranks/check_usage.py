@@ -212,6 +212,7 @@ def check_groups_are_buckets() -> None:
     for arguments, buckets in (
         ({"groups": 0}, 1),
         ({"groups": 2}, 2),
+        ({"groups": 3}, 3),
         ({"groups": 4}, 4),
         ({"groups": 9}, 4),
         ({"named_groups": [["layer.10.weight", "conv.weight"]]}, 3),

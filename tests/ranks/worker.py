@@ -47,8 +47,9 @@ def _renumber(number: int) -> None:
     """Optimizers' numbers agree again, even if the last check failed on one rank before it made one."""
     from hvdcomp import optimizer, plugin
 
-    optimizer._numbers = itertools.count(1000 * number)
-    plugin._numbers = itertools.count(1000 * number)
+    for module in (optimizer, plugin):
+        module._numbers.clear()
+        module._numbers[0] = itertools.count(1000 * number)
 
 
 def _run(name: str, check: Callable[[], Any], rank: int, folder: Path | None) -> None:
