@@ -169,6 +169,13 @@ def test_multi_level_topk_equals_direct_topk_for_a_whole_second_factor(lowest: f
     assert kept_sq == pytest.approx(float(direct.double().square().sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize(("levels", "level"), [((1, 2), 0), ((1, 1), 1), ((2, 4), -1)])
+def test_a_level_that_keeps_everything_travels_dense(levels: tuple[float, float], level: int) -> None:
+    for compressor in (TopK(), RandomK()):
+        _, volumes, _ = drive(compressor, [X, X], levels=levels, level=level)
+        assert volumes == [Volume(0, "allreduce", 4 * 5)]
+
+
 def test_each_level_is_sent_as_decided() -> None:
     sent = {}
     for level in (-1, 0, 1):
@@ -270,6 +277,13 @@ def test_fp16_saturates_at_its_largest_number_for_any_world(value: float, worker
     assert mean.abs().max() <= 65504
 
 
+def test_fp16_saturates_each_workers_share() -> None:
+    means = World(2, "fp16").step([{"w": torch.tensor([1e5, -1e5])}, {"w": torch.tensor([0.0, 65504.0])}])
+    assert means[0]["w"].tolist() == [32752.0, 0.0]
+    half, ctx = FP16().compress(torch.tensor([1e5, -3e38, math.inf]))
+    assert FP16().decompress(half, ctx).tolist() == [65504.0, -65504.0, math.inf]
+
+
 def test_fp16_of_three_workers() -> None:
     means = World(3, "fp16").step([{"w": torch.tensor([v])} for v in (40000.0, 50000.0, 60000.0)])
     assert [mean["w"].item() for mean in means] == pytest.approx([50000.0] * 3, rel=1e-3)
@@ -323,6 +337,17 @@ def test_powersgd_is_exact_for_a_matrix_of_its_rank(workers: int) -> None:
     mean = world.step([{"w": matrix}] * workers)[0]["w"]
     assert torch.allclose(mean, matrix, atol=1e-5)
     assert world.residual(0, "w").abs().max() < 1e-5
+
+
+def test_powersgd_keeps_what_is_outside_p_of_each_workers_own_matrix() -> None:
+    """r = M - P (M^T P)^T with this worker's own M, so that P^T r = 0; the paper's code takes the averaged Q."""
+    grads = [{"w": torch.randn(9, 11)} for _ in range(3)]
+    world = World(3, "powersgd", rank=2)
+    mean = world.step(grads)[0]["w"]
+    p = torch.linalg.svd(mean).U[:, :2]
+    for worker, gradient in enumerate(grads):
+        left = world.residual(worker, "w")
+        assert torch.allclose(left, gradient["w"] - p @ (p.t() @ gradient["w"]), atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1), (3, 2, 2, 2)])
