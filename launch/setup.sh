@@ -60,7 +60,8 @@ die() {
 run() {
   say "$1"
   if ! "${@:2}" >>"$log" 2>&1 </dev/null; then
-    tail -n 40 "$log" >&2
+    grep -m 5 -E '[Ee]rror( at|:)' "$log" >&2 || true
+    tail -n 30 "$log" >&2
     die "failed: $1" "the whole log: $log"
   fi
 }
@@ -191,7 +192,7 @@ publish() { mv -T "$1" "$2" 2>/dev/null || [[ -d $2 ]]; }
 
 install_horovod() {
   local key wheels
-  choose_gpu_options
+  choose_gpu_support
   key=$(horovod_key)
   wheels=$cache/wheels/$key
   mkdir -p "$cache/wheels"
@@ -208,56 +209,57 @@ install_horovod() {
   fi
 }
 
-# Sets gpu_options: Horovod's settings for NCCL where there are a GPU and all that its build needs.
-choose_gpu_options() {
-  local without="Horovod is built without NCCL and reduces through the CPU's memory"
-  local nvcc nccl
-  gpu_options=()
+# Sets cuda_home (empty for a CPU build) and nccl_home (empty without NCCL). torch brings its own NCCL, and one process
+# can hold only one; HOROVOD_NCCL_HOME names another, for a torch that was built with that.
+choose_gpu_support() {
+  local nccl
+  cuda_home=
+  nccl_home=
   if ! has_gpu; then return; fi
-  if ! nvcc=$(command -v nvcc); then
-    say "NVIDIA GPU, but no CUDA compiler (nvcc) on PATH: $without"
-  elif ! "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
-    say "NVIDIA GPU, but torch is a CPU build: $without"
-  elif ! nccl=$(find_nccl); then
-    say "NVIDIA GPU, but no NCCL headers (Debian: apt install libnccl-dev; or name its folder with HOROVOD_NCCL_HOME): $without"
+  if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    say "NVIDIA GPU, but torch is a CPU build: Horovod is built for tensors in the CPU's memory only"
+  elif ! cuda_home=$(find_cuda); then
+    say "NVIDIA GPU, but no CUDA compiler (nvcc on PATH, or CUDA_HOME): Horovod is built for tensors in the CPU's memory only"
+  elif [[ -n ${HOROVOD_NCCL_HOME:-} ]]; then
+    nccl_home=$HOROVOD_NCCL_HOME
+  elif nccl=$("$venv/bin/python" -c 'import importlib.util as u; print(u.find_spec("nvidia.nccl").submodule_search_locations[0])' 2>/dev/null); then
+    nccl_home=$scratch/nccl
+    mkdir -p "$nccl_home/lib"
+    ln -s "$nccl/include" "$nccl_home/include"
+    ln -s "$nccl"/lib/libnccl.so.* "$nccl_home/lib/libnccl.so"
   else
-    gpu_options=(HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME="$(dirname "$(dirname "$(readlink -f "$nvcc")")")" HOROVOD_NCCL_HOME="$nccl")
+    say "NVIDIA GPU, but torch brings no NCCL and HOROVOD_NCCL_HOME names none: Horovod reduces through the CPU's memory"
   fi
 }
 
-find_nccl() {
-  local home
-  for home in "${HOROVOD_NCCL_HOME:-}" "${NCCL_HOME:-}" "${CONDA_PREFIX:-}" /usr/local/cuda /usr/local /usr; do
-    if [[ -n $home && -f $home/include/nccl.h ]]; then
-      printf '%s' "$home"
-      return
-    fi
-  done
-  return 1
+# The folder that nvcc itself calls its own: nvcc may be a script elsewhere.
+find_cuda() {
+  local nvcc top
+  nvcc=$(command -v "${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" || command -v /usr/local/cuda/bin/nvcc) || return
+  top=$("$nvcc" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+  [[ -n $top ]] && (cd "$top" && pwd -P)
 }
 
 # All that a Horovod wheel depends on.
 horovod_key() {
   {
-    printf '%s\n' "$HOROVOD_VERSION" "$(uname -m)" "$mpi_bin" "${gpu_options[@]}"
+    printf '%s\n' "$HOROVOD_VERSION" "$(uname -m)" "$mpi_bin" "$cuda_home"
     "$mpi_bin/mpirun" --version
     "$mpi_bin/mpicxx" -show
     $CXX --version
-    if command -v nvcc >/dev/null; then nvcc --version; fi
+    if [[ -n $cuda_home ]]; then "$cuda_home/bin/nvcc" --version; fi
+    if [[ -n $nccl_home ]]; then cat "$nccl_home/include/nccl.h"; fi
     python_identity
-    "$venv/bin/python" - <<'PYTHON'
-import sysconfig, torch, torch.utils.cpp_extension
-
-print(sysconfig.get_config_var("SOABI"), torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi())
-print(torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME)
-PYTHON
+    "$venv/bin/python" -c '
+import sysconfig, torch
+print(sysconfig.get_config_var("SOABI"), torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi())'
   } | sha256sum | cut -c 1-16
 }
 
-# Horovod's setup.py speaks to make, its CMakeLists.txt asks for C++14, and CMake 4 finds that too old: hence the
-# wrappers and the policy. cmake and ninja come from PyPI, for this build alone.
+# Horovod's setup.py speaks to make, its CMakeLists.txt asks for C++14 (CUDA: C++11) and for a CMake before 4: hence the
+# wrappers and settings. cmake and ninja come from PyPI, for this build alone.
 build_horovod() {
-  local jobs=${HVDCOMP_JOBS:-$(compile_jobs)} bin=$scratch/bin tools=$scratch/tools/bin
+  local jobs=${HVDCOMP_JOBS:-$(compile_jobs)} bin=$scratch/bin tools=$scratch/tools/bin options=()
   "$python" -m venv "$scratch/tools" || return
   "$tools/python" -m pip --disable-pip-version-check --no-input install cmake ninja || return
   mkdir "$bin" || return
@@ -274,9 +276,20 @@ WRAPPER
 exec $CXX "\$@" -std=gnu++17
 WRAPPER
   chmod +x "$bin"/* || return
+  if [[ -n $cuda_home ]]; then
+    options+=(CUDA_HOME="$cuda_home" HOROVOD_CUDA_HOME="$cuda_home" NVCC_APPEND_FLAGS=-std=c++17)
+  else
+    # A CUDA toolkit without a GPU would be built for, though torch may not fit it: torch tells that there is none.
+    mkdir "$scratch/site" || return
+    printf 'import torch.utils.cpp_extension\ntorch.utils.cpp_extension.CUDA_HOME = None\n' >"$scratch/site/sitecustomize.py"
+    options+=(PYTHONPATH="$scratch/site")
+  fi
+  if [[ -n $nccl_home ]]; then
+    options+=(HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=shared HOROVOD_NCCL_HOME="$nccl_home")
+  fi
   env PATH="$bin:$mpi_bin:$tools:$PATH" CXX="$bin/cxx" CMAKE_GENERATOR=Ninja CMAKE_POLICY_VERSION_MINIMUM=3.5 \
     HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-    "${gpu_options[@]}" "$venv/bin/python" -m pip --disable-pip-version-check --no-input wheel --verbose --no-cache-dir \
+    "${options[@]}" "$venv/bin/python" -m pip --disable-pip-version-check --no-input wheel --verbose --no-cache-dir \
     --no-deps --no-build-isolation --no-binary horovod --wheel-dir "$scratch/wheels" "horovod==$HOROVOD_VERSION"
 }
 
