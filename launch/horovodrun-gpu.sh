@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains on a GPU cluster under horovodrun, one process a GPU. The project's folder, .venv in it and HVDCOMP_CACHE must
-# lie at the same path on every host (a shared file system), and ssh must reach the hosts without a password.
+# Trains on a GPU cluster under horovodrun, one process a GPU. The project's folder with .venv in it, and HVDCOMP_CACHE
+# (~/.cache/hvdcomp) if the MPI is PyPI's, must lie at the same path on every host, as on a shared file system; ssh must
+# reach the hosts without a password.
 #
 #   launch/horovodrun-gpu.sh HOSTFILE CONFIG [key=value ...]
 #
@@ -17,11 +18,13 @@ if (($# < 2)); then
 fi
 hostfile=$1
 shift
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-np=$(sed -n 's/^[^#]*slots=\([0-9]*\).*/\1/p' "$hostfile" | awk '{ n += $1 } END { print n + 0 }')
+bin=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.venv/bin" && pwd)
+# Horovod's own reader of host files knows no comments and no empty lines.
+hosts=$(sed -n 's/^[[:space:]]*\([^#[:space:]]\{1,\}\)[[:space:]].*slots=\([0-9]\{1,\}\).*/\1:\2/p' "$hostfile" | paste -sd, -)
+np=$(tr ',' '\n' <<<"$hosts" | awk -F: '{ n += $2 } END { print n + 0 }')
 if ((np == 0)); then
   echo "$hostfile: no 'HOST slots=N' line" >&2
   exit 2
 fi
 read -ra options <<<"${HOROVODRUN_OPTIONS:---gloo}"
-exec .venv/bin/horovodrun -np "$np" --hostfile "$hostfile" "${options[@]}" "$PWD/.venv/bin/python" -m hvdcomp train "$@"
+exec "$bin/horovodrun" -np "$np" -H "$hosts" "${options[@]}" "$bin/python" -m hvdcomp train "$@"

@@ -152,6 +152,41 @@ def test_launchers_print_their_usage(script):
     assert f"launch/{script}" in result.stderr
 
 
+@pytest.fixture
+def stub_project(tmp_path):
+    """A project whose launchers print their arguments."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("mpirun", "horovodrun"):
+        program = tmp_path / ".venv" / "bin" / name
+        program.write_text('#!/bin/sh\necho "$@"\n')
+        program.chmod(0o755)
+    return tmp_path
+
+
+def launched(project, script, *arguments):
+    command = ["bash", str(project / "launch" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_mpirun_starts_the_trainer_with_its_arguments(stub_project):
+    words = launched(stub_project, "mpirun-cpu.sh", "4", "job.yaml", "epochs=1")
+    python = str(stub_project / ".venv" / "bin" / "python")
+    assert words[:2] == ["-np", "4"]
+    assert words[words.index(python) :] == [python, "-m", "hvdcomp", "train", "job.yaml", "epochs=1"]
+
+
+def test_horovodrun_starts_a_process_for_each_slot_of_the_host_file(stub_project):
+    hostfile = stub_project / "hosts"
+    hostfile.write_text("# the cluster\n\nnode1 slots=8\n  node2   slots=4\n# node3 slots=8\n")
+    words = launched(stub_project, "horovodrun-gpu.sh", str(hostfile), "job.yaml", "epochs=1")
+    python = str(stub_project / ".venv" / "bin" / "python")
+    assert words == [
+        *("-np", "12", "-H", "node1:8,node2:4", "--gloo"),
+        *(python, "-m", "hvdcomp", "train", "job.yaml", "epochs=1"),
+    ]
+
+
 def test_kubernetes_job_starts_as_many_processes_as_it_has_workers():
     job = yaml.safe_load((ROOT / "launch" / "kubernetes-mpijob.yaml").read_text())
     replicas = job["spec"]["mpiReplicaSpecs"]
