@@ -20,6 +20,9 @@ from hvdcomp.schedules.base import Statistics
 from hvdcomp.sparse_gradients import SparseRows, as_rows, no_rows, sparse_rounds
 from hvdcomp.wire import decode_frames, encode_frame
 
+LARGEST_ALLGATHER = 2**31 - 2**20
+"""Bytes: Horovod counts what an allgather returns in int32; a little is left for frames."""
+
 _KINDS: dict[type, str] = {Allreduce: "allreduce", Allgather: "allgather", Alltoall: "alltoall"}
 
 
@@ -136,8 +139,10 @@ class BucketRun:
             self._send(number, value)
 
     def settled(self) -> bool:
-        """False where a mean overflowed, or any worker met a non-finite value: the step must be skipped."""
-        return self.finite and all(outcome.finite() for outcome in self._outcomes.values())
+        """False where any worker met a non-finite value, or a mean overflowed that would harm what is kept: skip."""
+        parts = self.bucket.parts
+        kept = [o for n, o in self._outcomes.items() if parts[n].feedback is not None or o.state is not None]
+        return self.finite and all(outcome.finite() for outcome in kept)
 
     def commit(self) -> None:
         """Write the means and keep the residuals and states."""
@@ -220,13 +225,22 @@ class BucketRun:
         requests = [self._waiting[number] for number in numbers]
         if kind == "allgather":
             payloads = [request.payload for request in requests if isinstance(request, Allgather)]
-            return Fused(kind, encode_frame(payloads, self.finite), numbers, owned=True)
+            return Fused(kind, self._frame(payloads), numbers, owned=True)
         tensors = [_tensor_of(request) for request in requests]
         if kind == "alltoall":
             return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
         owned = len(tensors) > 1
         buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]) if owned else tensors[0].reshape(-1)
         return self._flagged(Fused(kind, buffer, numbers, owned))
+
+    def _frame(self, payloads: list[Tensor]) -> Tensor:
+        total = self.context.workers * sum(payload.numel() for payload in payloads)
+        if total > LARGEST_ALLGATHER:
+            raise ValueError(
+                f"bucket {self.bucket.index} would gather {total} bytes from {self.context.workers} workers, but "
+                f"Horovod takes {LARGEST_ALLGATHER} at most: use a smaller bucket_mb, or a larger cf"
+            )
+        return encode_frame(payloads, self.finite)
 
     def _flagged(self, fused: Fused) -> Fused:
         """A worker that met a non-finite value tells the others by a NaN in front."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Dense, Rounds, Unit
+from hvdcomp.errors import WireError
 
 
 def dense_rounds(tensor: Tensor, unit: Unit) -> Rounds:
@@ -27,4 +28,6 @@ def bfloat16_rounds(tensor: Tensor, unit: Unit) -> Rounds:
     received = yield Alltoall(padded.view(torch.int16).view(unit.workers, part))
     mean = received.view(torch.bfloat16).float().mean(dim=0).to(torch.bfloat16)
     parts = yield Allgather(mean.view(torch.uint8))
+    if any(part.numel() != mean.nbytes for part in parts):
+        raise WireError(f"parts of {[part.numel() for part in parts]} bytes, expected {mean.nbytes} from every worker")
     return Dense(torch.cat(parts).view(torch.bfloat16)[: tensor.numel()])

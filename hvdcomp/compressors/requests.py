@@ -113,6 +113,9 @@ class Dense(Reduced):
     def settle_(self, acc: Tensor) -> None:
         acc.zero_()
 
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.mean).all())
+
 
 @dataclass
 class Sparse(Reduced):

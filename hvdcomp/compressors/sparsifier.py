@@ -34,8 +34,7 @@ class Sparsifier(Compressor):
     has_levels: ClassVar[bool] = True
 
     def __init__(self, cf: float = 100.0, error_feedback: bool = True) -> None:
-        check_number("cf", cf, 1, hint="cf is original size / compressed size; for 1 % use cf=100")
-        self.cf = cf
+        self.cf = check_number("cf", cf, 1, hint="cf is original size / compressed size; for 1 % use cf=100")
         self.error_feedback = error_feedback
 
     @abstractmethod
