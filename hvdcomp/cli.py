@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,8 +104,7 @@ def _resolve(settings: RunConfig, workers: int) -> RunConfig:
 
 def _work(settings: RunConfig, resume: bool, on_world_change: str) -> int:
     """Be a worker."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
-    from hvdcomp.training.worker import run_guarded, start
+    from hvdcomp.training.worker import is_launched, run_guarded, start
 
     def action() -> int:
         from hvdcomp.training.trainer import Trainer
@@ -114,16 +113,22 @@ def _work(settings: RunConfig, resume: bool, on_world_change: str) -> int:
         Trainer(_resolve(settings, worker.count), worker, resume, on_world_change).run()
         return 0
 
-    return run_guarded(action)
+    code = run_guarded(action)
+    return code if is_launched() else _reported(code, settings)
 
 
 def _launch(job: Job, settings: RunConfig) -> int:
     from hvdcomp.training.launcher import run
     from hvdcomp.training.progress import progress_style
 
-    code = _checked(lambda: run(job, progress_style()))
+    return _reported(int(_checked(lambda: run(job, progress_style()))), settings)
+
+
+def _reported(code: int, settings: RunConfig) -> int:
+    """Say how a job ended that did not succeed, and what is left of it."""
     if code:
-        log.error("the job ended with exit code %d; %s", code, _last_checkpoint(settings))
+        why = "was interrupted, " if code - 128 in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM) else ""
+        log.error("the job %sended with exit code %d; %s", why, code, _last_checkpoint(settings))
     return code
 
 
@@ -134,9 +139,12 @@ def _job(command: Sequence[str], workers: int, launcher: str, hosts: str | None,
 
 
 def _last_checkpoint(settings: RunConfig) -> str:
-    from hvdcomp.training.checkpoint import find_latest
+    from hvdcomp.training.checkpoint import CheckpointError, find_latest
 
-    latest = find_latest(Path(str(settings.run_dir)) / "checkpoints")
+    try:
+        latest = find_latest(Path(str(settings.run_dir)) / "checkpoints")
+    except CheckpointError as error:
+        return str(error)
     if latest is None:
         return "there is no checkpoint yet"
     return f"the checkpoint of step {latest.step} is intact, --resume goes on from it"

@@ -114,7 +114,7 @@ class RunConfig(_Section):
     epochs: int = Field(10, ge=1, description="length of the run in passes over the training data")
     steps: int | None = Field(None, ge=1, description="length of the run in steps; overrides `epochs`; null: not given")
     seed: int = Field(0, ge=0, lt=2**32, description="of initial weights, batch order and dropout")
-    threads: int = Field(1, ge=1, description="CPU threads per worker")
+    threads: int | None = Field(None, ge=1, description="CPU threads per worker; null: OMP_NUM_THREADS, else 1")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU, else CPU")
     run_dir: str | None = Field(None, description="folder of the run's files; null: runs/<name of the configuration>")
     evaluate_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")

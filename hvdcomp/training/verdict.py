@@ -35,7 +35,7 @@ def sentence(totals: Totals, workers: int, dense_s: float) -> str:
     if set(totals.cf_steps) <= {"1"} and totals.compression_ratio < 1.01:
         return f"Nothing was compressed; a dense exchange takes about {_ms(dense_s)} here."
     compared = (
-        f"about {_ms(spent_s)} a step to compress and exchange, against about {_ms(dense_s)} for a dense exchange"
+        f"about {_ms(spent_s)} a step to compress, exchange and wait, against {_ms(dense_s)} for a dense exchange"
     )
     fewer = f"{totals.compression_ratio:.1f} times fewer bytes were sent"
     if spent_s <= dense_s:

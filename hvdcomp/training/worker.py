@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdcomp.config import RunConfig
+from hvdcomp.config import ConfigError, RunConfig
+from hvdcomp.training.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -58,28 +60,26 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def start(config: RunConfig) -> Worker:
-    """Start Horovod. Raises LaunchError when it sees fewer ranks than the launcher started."""
-    torch.set_num_threads(config.threads)
-    if "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in _MPI_RANKS):
+    """Start Horovod. Raises LaunchError when it does not see the ranks that the launcher started."""
+    torch.set_num_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
+    if _under_mpi(os.environ):
+        if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and launched_size() > 1:  # each rank would be a world of one
+            raise LaunchError("HOROVOD_CONTROLLER=gloo is for horovodrun --gloo: unset it under mpirun and srun")
         import mpi4py.MPI  # before Horovod, which would start and end MPI by itself  # noqa: F401
     import horovod.torch as hvd
 
     hvd.init()
     if launched_size() != hvd.size():
         raise LaunchError(
-            f"the launcher started {launched_size()} processes, but Horovod sees a world of {hvd.size()}: "
-            + _why_apart(os.environ)
+            f"the launcher started {launched_size()} processes, but Horovod sees a world of {hvd.size()}; take the "
+            "mpirun of the MPI that Horovod was built with, or horovodrun; with SLURM: srun --mpi=pmix"
         )
     controller = "mpi" if hvd.mpi_enabled() else "gloo"
     return Worker(hvd.rank(), hvd.size(), _device(config, hvd.local_rank()), controller)
 
 
-def _why_apart(environment: Mapping[str, str]) -> str:
-    if environment.get("HOROVOD_CONTROLLER") == "gloo":
-        return "unset HOROVOD_CONTROLLER=gloo (that is for horovodrun --gloo; under mpirun each rank is then alone)"
-    if "SLURM_STEP_NUM_TASKS" in environment and "PMIX_RANK" not in environment and "PMI_RANK" not in environment:
-        return "start them with `srun --mpi=pmix` (see `srun --mpi=list`)"
-    return "use the mpirun of the MPI that Horovod was built with (`horovodrun --check-build`)"
+def _under_mpi(environment: Mapping[str, str]) -> bool:
+    return "HOROVOD_RANK" not in environment and any(name in environment for name in _MPI_RANKS)
 
 
 def _device(config: RunConfig, local_rank: int) -> torch.device:
@@ -114,20 +114,28 @@ def run_guarded(action: Callable[[], int]) -> int:
     Returns the exit code, or does not return: a worker whose peers still wait for it must not stay in MPI's or
     Horovod's orderly shut-down, which would wait for them.
     """
-    signal.signal(signal.SIGTERM, _raise_interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _raise_interrupt)
     try:
         return action()
     except KeyboardInterrupt:
         return _end(130, "interrupted", everywhere=True)
     except Exception as error:
-        expected = isinstance(error, EXPECTED)
-        if not expected:
-            log.error("rank %d failed", launched_rank(), exc_info=error)
-        return _end(1, str(error) if expected else f"{type(error).__name__}: {error}", everywhere=expected)
+        if isinstance(error, EXPECTED):
+            return _end(1, str(error), everywhere=True)
+        if "Horovod has been shut down" in str(error):
+            return _end(1, "stops, since another worker has ended", everywhere=False)
+        if not (isinstance(error, OSError) and error.errno in DISK_FULL):
+            log.error("rank %d:", launched_rank(), exc_info=error)
+        return _end(1, f"failed: {type(error).__name__}: {error}", everywhere=False)
 
 
-EXPECTED: tuple[type[Exception], ...] = (LaunchError,)
+EXPECTED = (LaunchError, ConfigError, CheckpointError)
 """Errors that every rank raises alike and that need no traceback."""
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""These need no traceback either."""
 
 
 def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
@@ -140,7 +148,7 @@ def _end(code: int, message: str, everywhere: bool) -> int:
     if everywhere and rank != 0:
         time.sleep(2)  # rank 0 speaks for all
     else:
-        log.error("%s", message if everywhere else f"rank {rank}: {message}")
+        log.error("%s", message if everywhere else f"rank {rank} {message}")
     if launched_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
