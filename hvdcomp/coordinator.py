@@ -155,7 +155,7 @@ def _mpi_of_this_run(hvd: Any) -> Any:
     except (ImportError, RuntimeError) as error:
         logger.warning("mpi4py is not usable (%s): decisions travel through Horovod, about a millisecond a step", error)
         return None
-    if not MPI.Is_initialized() or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+    if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         return None
     alike = MPI.COMM_WORLD.Get_size() == hvd.size() and MPI.COMM_WORLD.Get_rank() == hvd.rank()
     return MPI if alike else None

@@ -245,7 +245,7 @@ class Exchange:
             return None
         record = self._record
         with self._timed("compress_s"):
-            shares = [flight.run.statistics() for flight in self._flights.values()]
+            shares = [flight.run.statistics() for _, flight in sorted(self._flights.items())]
             total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE
         with self._timed("decide_s"):
             decision = self.coordinator.decide(total)

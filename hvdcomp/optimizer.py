@@ -518,6 +518,8 @@ class _Distributed(torch.optim.Optimizer):
             self._restored = chosen
         else:
             checkpointing.restore(self._exchange, chosen)
+        # The next step is timed as it is in an unbroken run, so that a replayed clock replays the schedule.
+        self._lap_start, self._untimed_s = self.schedule.clock() if chosen["step"] > 0 else None, 0.0
 
     def check_replicas(self) -> None:
         """Compare all parameters bitwise between the workers; collective.

@@ -90,6 +90,11 @@ class HorovodCompression(Compressor):
     def __init__(self, compression: Any) -> None:
         self.compression = compression
 
+    def __repr__(self) -> str:
+        """Alike in every process, which the object's own might not be: it may hold an address."""
+        kind = self.compression if isinstance(self.compression, type) else type(self.compression)
+        return f"{type(self).__name__}({kind.__module__}.{kind.__qualname__})"
+
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         payload, ctx = self.compress(acc.view(unit.shape))
         mean = yield Allreduce(payload)
