@@ -7,10 +7,8 @@ from ranks import checks_of, job
 
 pytestmark = pytest.mark.ranks
 
-DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-
 
 @pytest.mark.parametrize("check", checks_of("faults"))
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_faults(check: str, launcher: str) -> None:
-    job("faults", 2, launcher, **DYNAMIC).verify(check)
+    job("faults", 2, launcher).verify(check)

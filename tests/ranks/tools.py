@@ -104,7 +104,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 def everyones(value: Any) -> list[Any]:
     """Every rank's value, in rank order."""
-    return list(hvd.allgather_object(value))
+    return list(hvd.allgather_object(value, name="tests.everyones"))
 
 
 def assert_alike(tensors: Iterable[Tensor]) -> None:

@@ -34,7 +34,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     if getattr(topic, "INITIALISE", True):
-        hvd.init()
+        # All at the start: hvd.add_process_set() now and then loses a set that ranks use at once.
+        hvd.init(process_sets=getattr(topic, "PROCESS_SETS", []))
     rank = hvd.rank() if hvd.is_initialized() else int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "pkg_resources|Deprecated call to `pkg_resources")

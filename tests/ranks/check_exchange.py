@@ -1,0 +1,398 @@
+"""What travels: how many collectives, under which names, and the same numbers through Horovod's own optimizer.
+
+Two ranks; HOROVOD_TIMELINE is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+import hvdcomp
+from hvdcomp.schedules import GraVAC
+from ranks.tools import (
+    LOSSY,
+    SHAPES,
+    assert_alike,
+    assert_equal,
+    give,
+    gradients,
+    loss_of,
+    me,
+    net,
+    parameters,
+    raised,
+    residuals,
+    wrap,
+)
+
+_OPERATIONS = ("allreduce_async", "allreduce_async_", "allgather_async", "alltoall_async", "broadcast_async")
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[tuple[str, str]]]:
+    """(kind, name) of every collective that is started through Horovod's public module."""
+    seen: list[tuple[str, str]] = []
+    with contextlib.ExitStack() as stack:
+        for operation in _OPERATIONS:
+            original = getattr(hvd, operation)
+
+            def spy(*args: Any, _original: Any = original, _kind: str = operation, **keywords: Any) -> Any:
+                seen.append((_kind.split("_")[0], keywords["name"]))
+                return _original(*args, **keywords)
+
+            stack.enter_context(mock.patch.object(hvd, operation, spy))
+        yield seen
+
+
+def _layers(count: int = 50) -> dict[str, nn.Parameter]:
+    shapes = {f"{n}.weight": (12, 16) for n in range(count)} | {f"{n}.bias": (16,) for n in range(count)}
+    return parameters(shapes)
+
+
+def _counted(compression: Any, **arguments: Any) -> list[Counter[str]]:
+    params = _layers()
+    optimizer = wrap(params, compression, **arguments)
+    counts = []
+    for step in range(4):
+        optimizer.zero_grad()
+        grads = gradients(step, me(), {name: tuple(p.shape) for name, p in params.items()})
+        with _watched() as seen:
+            give(params, grads)
+            optimizer.step()
+        counts.append(Counter(kind for kind, _ in seen))
+        assert optimizer.last_step.exchanges == len(seen), (optimizer.last_step, seen)
+    assert_alike(params.values())
+    return counts
+
+
+def check_powersgd_makes_two_exchanges() -> None:
+    """Issue 2, done when 6: every P together, with the dense tensors, then every Q."""
+    assert _counted(hvdcomp.PowerSGD(rank=2)) == [Counter(allreduce=2)] * 4
+
+
+def check_topk_makes_an_allgather_and_an_allreduce() -> None:
+    assert _counted(hvdcomp.TopK(cf=10)) == [Counter(allgather=1, allreduce=1)] * 4
+    assert _counted(hvdcomp.TopK(cf=10), exclude=()) == [Counter(allgather=1)] * 4
+
+
+def check_others_make_one_or_two() -> None:
+    assert _counted("none") == [Counter(allreduce=1)] * 4
+    assert _counted(hvdcomp.RandomK(cf=10)) == [Counter(allreduce=1)] * 4
+    assert _counted("fp16") == [Counter(allreduce=1)] * 4
+    assert _counted("bf16") == [Counter(alltoall=1, allgather=1)] * 4
+
+
+def check_decisions_are_counted_apart() -> None:
+    schedule = GraVAC(cf_min=2, cf_max=4, epsilon=0.01, window=2)
+    assert _counted(hvdcomp.TopK(), schedule=schedule) == [Counter(allgather=1, allreduce=1)] * 4
+    params = parameters()
+    optimizer = wrap(params, "topk", schedule=GraVAC(cf_min=2, cf_max=4))
+    give(params, gradients(0, me()))
+    before = optimizer.last_step
+    optimizer.step()
+    assert before is None
+    assert optimizer.last_step.exchanges == 2
+
+
+def check_a_dense_decision_makes_one_allreduce() -> None:
+    schedule = GraVAC(cf_min=8, cf_max=16, epsilon=1.0, window=2)
+    assert _counted(hvdcomp.TopK(), schedule=schedule) == [Counter(allreduce=1)] * 4
+
+
+def check_bytes() -> None:
+    params = _layers()
+    optimizer = wrap(params, hvdcomp.TopK(cf=10))
+    give(params, gradients(0, me(), {name: tuple(p.shape) for name, p in params.items()}))
+    with _watched():
+        optimizer.step()
+    record = optimizer.last_step
+    kept, dense = 50 * 19, 50 * 16 * 4
+    assert record.bytes_dense == 50 * (12 * 16 + 16) * 4
+    assert dense + kept * 8 <= record.bytes_sent <= dense + kept * 8 + 50 * 32 + 64
+    assert record.bytes_received == record.bytes_sent
+    assert record.cf == 10
+
+
+def check_buckets_start_in_the_backward_pass() -> None:
+    """From the second step on; and no bucket waits for another one."""
+    params = parameters({f"{n}.weight": (16, 16) for n in range(4)})
+    optimizer = wrap(params, hvdcomp.TopK(cf=4), bucket_mb=16 * 16 * 4 / 2**20)
+    for step in range(2):
+        optimizer.zero_grad()
+        with _watched() as seen:
+            give(params, gradients(step, me(), {name: (16, 16) for name in params}))
+            started = len(seen)
+            optimizer.step()
+        assert (started, len(seen)) == ((0, 4), (4, 4))[step]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def check_names_are_stable_and_few() -> None:
+    """Horovod's cache of responses holds 1024."""
+    names: set[str] = set()
+    for make in (*LOSSY.values(), lambda: hvdcomp.TopK(cf=3)):
+        params = _layers(20)
+        optimizer = wrap(params, make(), bucket_mb=2e-3)
+        of_steps = []
+        for step in range(3):
+            optimizer.zero_grad()
+            with _watched() as seen:
+                give(params, gradients(step, me(), {name: tuple(p.shape) for name, p in params.items()}))
+                optimizer.step()
+            of_steps.append({name for _, name in seen})
+            assert len(of_steps[-1]) == len(seen)
+        assert of_steps[1] == of_steps[2]
+        names |= of_steps[0] | of_steps[2]
+    assert all(name.startswith("hvdcomp.") for name in names)
+    assert len(names) < 200
+
+
+def check_the_timeline_shows_readable_names() -> None:
+    params = parameters()
+    optimizer = wrap(params, hvdcomp.TopK(cf=4))
+    label = optimizer._label
+    give(params, gradients(0, me()))
+    optimizer.step()
+    hvd.barrier()
+    path = Path(os.environ["HOROVOD_TIMELINE"])
+    if me() == 0:
+        for _attempt in range(50):
+            text = path.read_text() if path.exists() else ""
+            if f"{label}.0.0.allgather" in text:
+                break
+            time.sleep(0.1)
+        assert f"{label}.0.0.allgather.uint8" in text
+        assert f"{label}.0.0.allreduce.float32" in text
+
+
+# -- the stock optimizer -----------------------------------------------------------------------------------------------
+
+
+def _bound_and_ours(make: Any, steps: int = 5, **arguments: Any) -> tuple[Any, Any]:
+    bound_model, our_model = net(), net()
+    bound = make().bind(bound_model.named_parameters(), op=arguments.get("op"))
+    stock = hvd.DistributedOptimizer(
+        torch.optim.SGD(bound_model.parameters(), lr=0.05, momentum=0.9),
+        bound_model.named_parameters(),
+        compression=bound,
+        **arguments,
+    )
+    ours = hvdcomp.DistributedOptimizer(
+        torch.optim.SGD(our_model.parameters(), lr=0.05, momentum=0.9),
+        our_model.named_parameters(),
+        make(),
+        granularity="tensor",
+        **arguments,
+    )
+    passes = arguments.get("backward_passes_per_step", 1)
+    for step in range(steps):
+        for model, optimizer in ((bound_model, stock), (our_model, ours)):
+            optimizer.zero_grad()
+            for micro in range(passes):
+                loss_of(model, 10 * step + micro).backward()
+            optimizer.step()
+    assert_alike(bound_model.parameters())
+    return bound_model, our_model
+
+
+def _same(make: Any, tolerance: float = 0.0, **arguments: Any) -> None:
+    bound_model, our_model = _bound_and_ours(make, **arguments)
+    for (name, a), (_, b) in zip(bound_model.named_parameters(), our_model.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    assert not torch.equal(our_model[0].weight, net()[0].weight)
+
+
+def check_bound_topk_is_bitwise_ours() -> None:
+    _same(lambda: hvdcomp.TopK(cf=3))
+
+
+def check_bound_randomk_is_ours() -> None:
+    _same(lambda: hvdcomp.RandomK(cf=3), 1e-6)
+
+
+def check_bound_powersgd_is_ours() -> None:
+    _same(lambda: hvdcomp.PowerSGD(rank=1), 1e-5)
+
+
+def check_bound_casts_are_ours() -> None:
+    _same(hvdcomp.FP16, 1e-6)
+    _same(hvdcomp.BF16)
+
+
+def check_bound_none_is_ours() -> None:
+    _same(hvdcomp.NoCompression, 1e-6)
+
+
+def check_bound_with_sums_accumulation_and_groups() -> None:
+    _same(lambda: hvdcomp.TopK(cf=3), op=hvd.Sum)
+    _same(lambda: hvdcomp.TopK(cf=3), backward_passes_per_step=2)
+    _same(lambda: hvdcomp.TopK(cf=3), groups=2)
+
+
+def check_bound_survives_a_nan() -> None:
+    model = net()
+    stock = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        model.named_parameters(),
+        compression=hvdcomp.TopK(cf=3).bind(model.named_parameters()),
+    )
+    loss_of(model, 0).backward()
+    stock.step()
+    stock.zero_grad()
+    (loss_of(model, 1) * (float("nan") if me() else 1.0)).backward()
+    stock.synchronize()
+    assert all(torch.isnan(p.grad).all() for p in model.parameters())
+    stock.zero_grad()
+    loss_of(model, 2).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Horovod's, about synchronize() before step()
+        stock.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert_alike(model.parameters())
+
+
+def check_bound_with_a_parameter_unused_on_one_rank() -> None:
+    params = parameters()
+    stock = hvd.DistributedOptimizer(
+        torch.optim.SGD(list(params.values()), lr=0.05),
+        list(params.items()),
+        compression=hvdcomp.TopK(cf=3).bind(params.items()),
+    )
+    for step in range(3):
+        stock.zero_grad()
+        grads = gradients(step, me())
+        if me() == step % 2:
+            del grads["layer.2.weight"]
+        give(params, grads)
+        stock.step()
+    assert_alike(params.values())
+
+
+def check_bound_errors() -> None:
+    params = parameters()
+    assert "Adasum" in raised(ValueError, lambda: hvdcomp.TopK(cf=3).bind(params.items(), op=hvd.Adasum))
+    bound = hvdcomp.TopK(cf=3).bind(params.items())
+    assert "no gradient of the parameters" in raised(ValueError, lambda: bound.compress(torch.zeros(3, 4)))
+    assert "bind" in raised(TypeError, lambda: hvdcomp.PowerSGD().compress(torch.zeros(3, 4)))
+
+
+# -- what we rely on ---------------------------------------------------------------------------------------------------
+
+
+def check_horovods_surface() -> None:
+    """The parts of Horovod 0.28.1 that hvdcomp stands on, public or not; a change of any breaks something silently."""
+    from horovod.torch import compression
+    from horovod.torch import optimizer as stock
+
+    assert (
+        list(inspect.signature(hvd.DistributedOptimizer).parameters)
+        == list(inspect.signature(hvdcomp.DistributedOptimizer).parameters)[:10]
+    )
+    ours = inspect.signature(hvdcomp.DistributedOptimizer).parameters
+    assert all(parameter.kind == parameter.KEYWORD_ONLY for parameter in list(ours.values())[10:])
+    # broadcast_optimizer_state knows a distributed optimizer by its class's module
+    assert type(wrap(parameters(), "none")).__module__ == stock.DistributedOptimizer.__module__
+    assert issubclass(hvd.Compression.fp16, compression.Compressor)
+    for method in ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "load_state_dict"):
+        assert hasattr(stock._DistributedOptimizer, method)
+        assert hasattr(type(wrap(parameters(), "none")), method)
+    everybody = hvd.global_process_set
+    assert (everybody.included(), everybody.size(), everybody.rank()) == (True, hvd.size(), hvd.rank())
+    assert list(everybody.ranks or range(hvd.size())) == list(range(hvd.size()))
+    assert everybody.process_set_id == 0
+    # the stock optimizer hands `p.grad` itself to compress(), and reads the carrier through decompress()
+    seen: list[str] = []
+
+    class Spy:
+        @staticmethod
+        def compress(tensor: Any) -> Any:
+            seen.append(next(name for name, p in params.items() if p.grad is tensor))
+            return tensor, "context"
+
+        @staticmethod
+        def decompress(tensor: Any, context: Any) -> Any:
+            assert context == "context"
+            return tensor
+
+    params = parameters()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(list(params.values()), lr=1.0), list(params.items()), Spy)
+    give(params, {name: grad for name, grad in gradients(0, me()).items() if name != "conv.weight"})
+    optimizer.step()
+    assert sorted(seen) == sorted(SHAPES)
+
+
+def check_a_compressor_of_horovods_kind() -> None:
+    """A third party's ``compress``/``decompress`` goes on working, as object and as class."""
+
+    class Half:
+        @staticmethod
+        def compress(tensor: Any) -> Any:
+            return tensor / 2, tensor.shape
+
+        @staticmethod
+        def decompress(tensor: Any, shape: Any) -> Any:
+            assert tensor.shape == shape
+            return tensor * 2
+
+    plain = parameters()
+    reference = wrap(plain, "none")
+    for compression in (Half, Half()):
+        params = parameters()
+        optimizer = wrap(params, compression)
+        for own, stepper in ((params, optimizer), (plain, reference)):
+            give(own, gradients(0, me()))
+            stepper.synchronize()
+        assert_equal([p.grad for p in params.values()], [p.grad for p in plain.values()])
+        reference.zero_grad()
+        assert not residuals(optimizer)
+
+
+def check_clock_is_the_schedules() -> None:
+    ticks = itertools.count()
+    params = parameters()
+    optimizer = wrap(params, "topk", schedule=GraVAC(clock=lambda: float(next(ticks))))
+    with mock.patch("time.perf_counter", side_effect=AssertionError("not the schedule's clock")):
+        for step in range(2):
+            optimizer.zero_grad()
+            give(params, gradients(step, me()))
+            optimizer.step()
+    assert float(optimizer.last_step.compress_s).is_integer()
+
+
+def check_untimed_is_left_out() -> None:
+    """Evaluation and checkpoints are no part of an iteration's time."""
+    now = [0.0]
+    seen: list[tuple[float, float]] = []
+
+    class Watching(GraVAC):
+        def observe(self, seconds: float, compress_s: float, samples: float = 1.0) -> None:
+            seen.append((seconds, samples))
+
+    params = parameters()
+    optimizer = wrap(params, "topk", schedule=Watching(clock=lambda: now[0]))
+    optimizer.samples = 32
+    for step in range(4):
+        optimizer.zero_grad()
+        now[0] += 1.0
+        give(params, gradients(step, me()))
+        if step == 2:
+            with optimizer.untimed():
+                now[0] += 100.0
+        optimizer.step()
+    assert seen == ([(1.0, 32)] * 3 if me() == 0 else []), seen
