@@ -1,4 +1,4 @@
-"""Before Horovod is initialised, or where it is initialised otherwise than the launcher meant: any number of processes."""
+"""Before Horovod is initialised, and where it is not as the launcher meant."""
 
 from __future__ import annotations
 

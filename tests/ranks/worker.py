@@ -36,7 +36,7 @@ def main() -> None:
     if getattr(topic, "INITIALISE", True):
         # All at the start: hvd.add_process_set() now and then loses a set that ranks use at once.
         hvd.init(process_sets=getattr(topic, "PROCESS_SETS", []))
-    rank = hvd.rank() if hvd.is_initialized() else int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    rank = int(os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "pkg_resources|Deprecated call to `pkg_resources")
     for number, name in enumerate(arguments.checks or checks_of(arguments.topic)):
