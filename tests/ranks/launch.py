@@ -145,12 +145,23 @@ def _launcher(launcher: str, ranks: int) -> list[str]:
 
 def _kill_all(mark: str) -> None:
     """Kill the processes that carry the mark of one launch: launchers put ranks into sessions of their own."""
+    deadline = time.monotonic() + 5
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _marked(mark: str) -> list[int]:
     needle = f"{_MARK}={mark}".encode()
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # gone, or not ours
                 if needle in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+                    found.append(int(entry.name))
+    return found
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
