@@ -25,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 KINDS = ("compressors", "schedules", "models", "datasets", "fields")
@@ -32,10 +33,12 @@ KINDS = ("compressors", "schedules", "models", "datasets", "fields")
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file; `hvdcomp list fields` shows what it may hold.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file; `hvdcomp list fields` shows what it may hold.")
+    ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="For example optimizer.lr=0.05 compression=none"),
+        typer.Argument(metavar="KEY=VALUE", help="For example optimizer.lr=0.05 compression=none"),
     ] = None,
     workers: Annotated[
         int | None, typer.Option("-np", "--workers", min=1, help="Start so many workers; without it: one, here.")
@@ -55,12 +58,12 @@ def train(
     With -np this starts the workers; the same command under mpirun, horovodrun or srun is one of them. An earlier run
     in run_dir is moved aside (runs/NAME.1, ...), never overwritten.
     """
-    from hvdcomp.training.worker import is_launched, quiet
+    from hvdcomp.training.worker import is_launched, launched_rank, launched_size, quiet
 
     if is_launched():
-        from hvdcomp.training.worker import launched_rank
-
         quiet(launched_rank())
+        if workers not in (None, launched_size()):
+            _fail(f"-np {workers} was given, but a launcher has already started {launched_size()}: leave out -np")
     settings = _checked(lambda: load(config, overrides or []))
     if show:
         typer.echo(_checked(lambda: _resolve(settings, workers or 1)).to_yaml(), nl=False)
@@ -78,7 +81,7 @@ def list_(
     kind: Annotated[str, typer.Argument(help=" | ".join(KINDS))] = "compressors",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """What a configuration can name: compressors, schedules, models, datasets; and the fields that it has."""
+    """List what a configuration can name, and its fields."""
     if kind not in KINDS:
         _fail(f"there is no list of {kind!r}{did_you_mean(kind, KINDS)}; allowed: {', '.join(KINDS)}")
     rows = _ROWS[kind]()
@@ -142,7 +145,7 @@ def _last_checkpoint(settings: RunConfig) -> str:
     from hvdcomp.training.checkpoint import CheckpointError, find_latest
 
     try:
-        latest = find_latest(Path(str(settings.run_dir)) / "checkpoints")
+        latest = find_latest(Path(str(settings.run_dir)).expanduser() / "checkpoints")
     except CheckpointError as error:
         return str(error)
     if latest is None:

@@ -29,6 +29,7 @@ _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",  # ranks that share cores must not spin
     "PYTHONUNBUFFERED": "1",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",  # a rank that waits for another for ever ends the job
 }
 _PASSED_ON = (
     "HVDCOMP_",

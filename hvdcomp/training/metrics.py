@@ -22,6 +22,12 @@ TIMES = (*PARTS, "exchange_s", "iteration_s")
 class MetricsLog:
     """Writes metrics.jsonl, flushed line by line, and every `log_every` steps a point to TensorBoard.
 
+    A line holds, all of worker 0: step (from 1), epoch (from 0), loss (of its own part of the batch), lr; cf that was
+    sent (1 is dense), decision (which of the two levels was sent; -1 is dense, or no adaptive schedule), levels (the
+    two CFs that were evaluated) and gains (the smoothed gain at each), skipped; bytes_sent (handed to collectives),
+    bytes_dense (what plain Horovod would have handed over), bytes_received; and the `TIMES` in seconds. After a step
+    that was followed by an evaluation: accuracy and test_loss, over the test set, of all workers. null: not known.
+
     A resumed run goes on behind `after_step`: later lines, of steps that are done again, are removed.
 
     Raises OSError when the disk is full.

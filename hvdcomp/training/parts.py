@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +114,7 @@ def _check_fit(model: nn.Module, data: Data, config: RunConfig, workers: int) ->
             data.loss(model.eval()(inputs), targets)
     except Exception as error:
         raise ConfigError(
-            f"model {config.model.name} and data {config.data.name} do not fit: {type(error).__name__}: {error}"
+            f"model {config.model.name} and data {config.data.name} do not fit: {_located(error)}"
         ) from error
 
 
@@ -140,4 +141,10 @@ def _make(field: str, factory: Callable[..., Any], params: dict[str, Any]) -> An
         raise ConfigError(f"{field}: {error}") from error
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in params.items()) or "no parameters"
-        raise ConfigError(f"{field} cannot be made with {given}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{field} cannot be made with {given}: {_located(error)}") from error
+
+
+def _located(error: Exception) -> str:
+    """The error and where it was raised: a user's own factory has no other trace."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"

@@ -138,6 +138,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("time split", _time_split(summary)),
         ("sent at CF", ", ".join(f"{_cf(cf)}: {n} steps" for cf, n in summary["cf_steps"].items())),
     ]
+    if summary["residual_nbytes"]:
+        rows.append(("memory", f"{_size(summary['residual_nbytes'])} of residuals per worker"))
     if summary["skipped"]:
         rows.append(("skipped", f"{summary['skipped']} steps with a gradient that is not finite"))
     equal = f"yes, bitwise (sha256 {summary['parameters_sha256'][:12]})" if summary["parameters_equal"] else "NO"

@@ -57,12 +57,20 @@ class RunFolder:
         discard_incomplete(self.checkpoints)
         write_atomically(self.config, config.to_yaml().encode())
 
+    def close(self) -> None:
+        """Let another job in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
     def _acquire(self) -> None:
+        self.close()
         self.path.mkdir(parents=True, exist_ok=True)
         lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.close()
             raise ConfigError(f"another job is writing to {self.path}: end it, or give another run_dir") from None
         except OSError as error:  # a file system without locks
             log.debug("no lock on %s: %s", self.path, error)

@@ -48,7 +48,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, worker: Worker, resume: bool = False, on_world_change: str = "error") -> None:
         self.config, self.worker = config, worker
-        self.folder = RunFolder(Path(str(config.run_dir)))
+        self.folder = RunFolder(Path(str(config.run_dir)).expanduser())
         self.data = parts.build_data(config)
         self.samples = len(self.data.train)  # type: ignore[arg-type]
         self.model = parts.build_model(config).to(worker.device)
@@ -71,14 +71,15 @@ class Trainer:
         """Train to the end. Returns the summary, the same that summary.json holds (on worker 0; elsewhere a part)."""
         console = make_console()
         display = make_display(self.worker.index, self.total_steps, self.step, console)
-        with closing(display), closing(self._open_log()) as metrics:
+        with closing(self.folder), closing(display), closing(self._open_log()) as metrics:
             began = time.perf_counter() - self.totals.seconds
             accuracy = self._train(metrics, display, began)
             self.totals.seconds = time.perf_counter() - began
-        self.save()
-        summary = self._summary(accuracy)
+            self.save()
+            summary = self._summary(accuracy)
+            if self.worker.index == 0:
+                checkpoint.write_atomically(self.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
         if self.worker.index == 0:
-            checkpoint.write_atomically(self.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
             show_summary(summary, console)
         self.telemetry.check_replicas()
         return summary

@@ -19,6 +19,8 @@ def dense_exchange_s(numel: int, device: torch.device, repeats: int = 5) -> floa
     for _ in range(repeats + 1):
         start = time.perf_counter()
         hvd.allreduce_(values, op=hvd.Average, name="hvdcomp.dense_probe")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hvdcomp.config import ConfigError, RunConfig
+from hvdcomp.errors import ReplicaError
 from hvdcomp.training.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,11 @@ def start(config: RunConfig) -> Worker:
     if _under_mpi(os.environ):
         if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and launched_size() > 1:  # each rank would be a world of one
             raise LaunchError("HOROVOD_CONTROLLER=gloo is for horovodrun --gloo: unset it under mpirun and srun")
-        import mpi4py.MPI  # before Horovod, which would start and end MPI by itself  # noqa: F401
+        _import_mpi4py()
     import horovod.torch as hvd
 
+    if not is_launched() and hvd.gloo_built():  # alone: no need to start an MPI
+        os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
     hvd.init()
     if launched_size() != hvd.size():
         raise LaunchError(
@@ -76,6 +79,14 @@ def start(config: RunConfig) -> Worker:
         )
     controller = "mpi" if hvd.mpi_enabled() else "gloo"
     return Worker(hvd.rank(), hvd.size(), _device(config, hvd.local_rank()), controller)
+
+
+def _import_mpi4py() -> None:
+    """Before Horovod, which would start and end MPI by itself, and without threads."""
+    try:
+        import mpi4py.MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        log.warning("mpi4py cannot be used, so decisions travel by Horovod's slower operations: %s", error)
 
 
 def _under_mpi(environment: Mapping[str, str]) -> bool:
@@ -130,7 +141,7 @@ def run_guarded(action: Callable[[], int]) -> int:
         return _end(1, f"failed: {type(error).__name__}: {error}", everywhere=False)
 
 
-EXPECTED = (LaunchError, ConfigError, CheckpointError)
+EXPECTED = (LaunchError, ConfigError, CheckpointError, ReplicaError)
 """Errors that every rank raises alike and that need no traceback."""
 
 
