@@ -126,7 +126,16 @@ fingerprint() {
 
 is_done() {
   [[ -f $stamp && $(<"$stamp") == "$(fingerprint)" ]] &&
-    (cd / && "$venv/bin/python" -c 'import horovod.torch, importlib.util; assert importlib.util.find_spec("hvdcomp")' >/dev/null 2>&1)
+    (cd / && "$venv/bin/python" - <<'PYTHON' >/dev/null 2>&1
+import importlib.util
+import horovod.torch, mpi4py
+
+mpi4py.rc.initialize = False
+import mpi4py.MPI
+
+assert importlib.util.find_spec("hvdcomp")
+PYTHON
+    )
 }
 
 # A virtual environment holds the paths of its Python and its own: made anew if one of them changed.
@@ -314,7 +323,9 @@ import os, pathlib, sys, sysconfig
 import horovod.torch
 
 maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
-environment = {"MPI4PY_LIBMPI": next(line.split(maxsplit=5)[5] for line in maps if "/libmpi" in line)}
+library = pathlib.Path(next(line.split(maxsplit=5)[5] for line in maps if "/libmpi" in line))
+soname = library.with_name(".".join(library.name.split(".")[:3]))  # outlives an update of the system's MPI
+environment = {"MPI4PY_LIBMPI": str(soname if soname.exists() else library)}
 if prefix := sys.argv[1]:
     environment["OPAL_PREFIX"] = prefix
 module = f"""# Written by launch/setup.sh: the MPI that Horovod was built with.
