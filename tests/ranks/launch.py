@@ -49,7 +49,6 @@ class Job:
     """Exit code of the launcher, None if it ran out of time."""
     seconds: float
     output: str
-    folder: Path
     results: list[dict[str, dict[str, Any]]]
     """For each rank, by check: ``status`` ("ok", "failed" or "started"), ``traceback``, ``value``."""
 
@@ -91,13 +90,12 @@ def job(
         checks: those to run, in this order; all by default.
         environment: further variables; ``{folder}`` in them stands for the job's folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"hvdcomp-{topic}-"))
-    variables = {name: value.replace("{folder}", str(folder)) for name, value in environment.items()}
-    command = [*_launcher(launcher, ranks), sys.executable, "-m", "ranks.worker", topic, *checks]
-    variables[FOLDER] = str(folder)
-    code, output, seconds = run(command, variables, limit_s)
-    results = [_read(folder / f"{rank}.jsonl") for rank in range(ranks)]
-    return Job(f"{topic}, {launcher} -np {ranks}", code, seconds, output, folder, results)
+    with tempfile.TemporaryDirectory(prefix=f"hvdcomp-{topic}-", ignore_cleanup_errors=True) as folder:
+        variables = {name: value.replace("{folder}", folder) for name, value in environment.items()}
+        command = [*_launcher(launcher, ranks), sys.executable, "-m", "ranks.worker", topic, *checks]
+        code, output, seconds = run(command, variables | {FOLDER: folder}, limit_s)
+        results = [_read(Path(folder) / f"{rank}.jsonl") for rank in range(ranks)]
+    return Job(f"{topic}, {launcher} -np {ranks}", code, seconds, output, results)
 
 
 def run(command: list[str], variables: dict[str, str], limit_s: float) -> tuple[int | None, str, float]:
