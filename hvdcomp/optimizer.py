@@ -81,7 +81,8 @@ def DistributedOptimizer(
     Returns:
         An instance of the optimizer's own class with ``synchronize()``, ``skip_synchronize()``,
         ``compressor_state_dict()``, ``load_compressor_state_dict()``, ``check_replicas()``, ``untimed()``, and the
-        attributes ``last_step`` (:class:`hvdcomp.StepRecord`) and ``samples``.
+        attributes ``last_step`` (:class:`hvdcomp.StepRecord`) and ``samples``. With ``op=hvd.Adasum``, or with
+        ``HVDCOMP_DISABLE=1`` in the environment, it is stock Horovod's, on which these do nothing.
 
     Raises:
         ValueError: an argument is not allowed, or two do not fit.
@@ -101,11 +102,12 @@ def DistributedOptimizer(
     }
     if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
         logger.warning("%s is set: this is stock Horovod, without compression", DISABLE_VARIABLE)
-        return hvd.DistributedOptimizer(optimizer, named_parameters, _stock_compression(hvd, compression), **stock)
+        stock_compression = _stock_compression(hvd, compression)
+        return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, stock_compression, **stock))
     compressor = as_compressor(compression)
     check_op(hvd, compressor, op)
     if op == hvd.Adasum:
-        return hvd.DistributedOptimizer(optimizer, named_parameters, hvd.Compression.none, **stock)
+        return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, hvd.Compression.none, **stock))
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise RuntimeError(
             "hvdcomp does not support Horovod's elastic mode yet: a new worker would start without residuals; "
@@ -636,6 +638,18 @@ def _stock_compression(hvd: Any, compression: Any) -> Any:
     """What stock Horovod can do with the argument: its own compressions, else none."""
     own = isinstance(compression, type) and issubclass(compression, hvd.compression.Compressor)
     return compression if own else hvd.Compression.none
+
+
+def _with_extras(optimizer: Any) -> Any:
+    """Stock Horovod's optimizer, with what a script may call on ours doing nothing."""
+    optimizer.last_step = None
+    optimizer.samples = 1.0
+    optimizer.residual_nbytes = 0
+    optimizer.untimed = contextlib.nullcontext
+    optimizer.compressor_state_dict = dict
+    optimizer.load_compressor_state_dict = lambda state, on_world_change="error": None
+    optimizer.check_replicas = lambda: None
+    return optimizer
 
 
 def _refuse_join(hvd: Any, optimizer: Any) -> None:

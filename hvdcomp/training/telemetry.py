@@ -1,12 +1,10 @@
-"""What our optimizer tells beyond Horovod's; only this module knows of the stock one (HVDCOMP_DISABLE=1)."""
+"""What our optimizer tells beyond Horovod's, in the words of metrics.jsonl; nothing under HVDCOMP_DISABLE=1."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
 
 _ROUNDS = ("compress_s", "exchange_s", "wait_s", "decide_s")
 _EXCLUSIVE = ("compress_s", "wait_s", "decide_s")  # exchange_s spans waiting, and backward where they overlap
@@ -15,15 +13,14 @@ _EXCLUSIVE = ("compress_s", "wait_s", "decide_s")  # exchange_s spans waiting, a
 class Telemetry:
     """Reads and steers a wrapped optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self.is_ours = hasattr(optimizer, "last_step")
         trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
         self._dense_nbytes = sum(p.numel() * p.element_size() for p in trained)
 
     def step_record(self, iteration_s: float) -> dict[str, Any]:
         """The last step in the words of metrics.jsonl; a stock optimizer knows no times but the whole."""
-        record = getattr(self._optimizer, "last_step", None)
+        record = self._optimizer.last_step
         if record is None:
             dense = {"cf": 1.0, "decision": -1, "levels": None, "gains": None, "skipped": False}
             nbytes = dict.fromkeys(("bytes_sent", "bytes_dense"), self._dense_nbytes) | {"bytes_received": None}
@@ -45,28 +42,26 @@ class Telemetry:
 
     def untimed(self) -> AbstractContextManager[Any]:
         """What happens inside is no part of an iteration's time."""
-        return self._optimizer.untimed() if self.is_ours else nullcontext()  # type: ignore[attr-defined]
+        context: AbstractContextManager[Any] = self._optimizer.untimed()
+        return context
 
     def set_samples(self, samples: int) -> None:
         """How many samples the coming step processes on this worker."""
-        if self.is_ours:
-            self._optimizer.samples = samples  # type: ignore[attr-defined]
+        self._optimizer.samples = samples
 
     def check_replicas(self) -> None:
         """Collective. Raises hvdcomp.ReplicaError when ranks hold different parameters."""
-        if self.is_ours:
-            self._optimizer.check_replicas()  # type: ignore[attr-defined]
+        self._optimizer.check_replicas()
 
     def state(self) -> dict[str, Any]:
         """This rank's compressor state."""
-        return self._optimizer.compressor_state_dict() if self.is_ours else {}  # type: ignore[attr-defined]
+        return dict(self._optimizer.compressor_state_dict())
 
     def restore(self, states: Sequence[Mapping[str, Any]], on_world_change: str) -> None:
         """Load this worker's own state, or those of all workers of another world."""
-        if self.is_ours:
-            load = self._optimizer.load_compressor_state_dict  # type: ignore[attr-defined]
-            load(states[0] if len(states) == 1 else list(states), on_world_change=on_world_change)
+        chosen = states[0] if len(states) == 1 else list(states)
+        self._optimizer.load_compressor_state_dict(chosen, on_world_change=on_world_change)
 
     @property
     def residual_nbytes(self) -> int:
-        return int(getattr(self._optimizer, "residual_nbytes", 0))
+        return int(self._optimizer.residual_nbytes)

@@ -1171,13 +1171,16 @@ def check_switched_off() -> None:
             params = parameters()
             optimizer = wrap(params, compression)
             assert hasattr(optimizer, "_handles")
-            assert not hasattr(optimizer, "compressor_state_dict")
+            optimizer.load_compressor_state_dict(optimizer.compressor_state_dict())
+            with optimizer.untimed():
+                optimizer.check_replicas()
             give(params, gradients(0, me()))
             optimizer.step()
+            assert optimizer.last_step is None
             loose = compression is hvd.Compression.fp16
             assert_close([params["conv.weight"]], [-0.1 * _mean(0, "conv.weight")], *((1e-2, 1e-2) if loose else ()))
     with mock.patch.dict(os.environ, HVDCOMP_DISABLE="0"):
-        assert hasattr(wrap(parameters(), _topk()), "compressor_state_dict")
+        assert not hasattr(wrap(parameters(), _topk()), "_handles")
 
 
 def check_elastic_mode_is_refused() -> None:
