@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from training_runs import CONFIG, command, environment, hvdcomp
+from training_runs import CONFIG, ROOT, command, environment, hvdcomp
 from typer.testing import CliRunner
 
 from hvdcomp import compressors
@@ -220,11 +220,11 @@ sys.exit(launcher.run(launcher.Job(["x"], 2), "lines"))
 @pytest.mark.parametrize(
     ("on_term", "number", "code"),
     [
-        ("exit 3", signal.SIGTERM, 128 + signal.SIGTERM),
-        ("exit 3", signal.SIGINT, 128 + signal.SIGINT),
-        ("exit 3", signal.SIGHUP, 128 + signal.SIGHUP),
+        ("touch obeyed; exit 3", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("touch obeyed; exit 3", signal.SIGINT, 128 + signal.SIGINT),
+        ("touch obeyed; exit 3", signal.SIGHUP, 128 + signal.SIGHUP),
         (":", signal.SIGTERM, 128 + signal.SIGTERM),  # it does not obey, and is killed
-        ("exit 3", signal.SIGKILL, -signal.SIGKILL),
+        ("touch obeyed; exit 3", signal.SIGKILL, -signal.SIGKILL),
     ],
 )
 def test_signals_reach_the_launcher_and_nothing_is_left(tmp_path: Path, on_term: str, number: int, code: int) -> None:
@@ -232,20 +232,20 @@ def test_signals_reach_the_launcher_and_nothing_is_left(tmp_path: Path, on_term:
     stand_in = program(
         tmp_path / "stand-in", OPEN_MPI + f"trap '{on_term}' TERM; touch {ready}; while true; do sleep 0.1; done"
     )
-    process = subprocess.Popen([sys.executable, "-c", STAND_IN, str(stand_in)], env=environment())
+    variables = environment(PYTHONPATH=str(ROOT))
+    process = subprocess.Popen([sys.executable, "-c", STAND_IN, str(stand_in)], env=variables, cwd=tmp_path)
     while not ready.exists():
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
     assert process.wait(timeout=20) == code
     for _ in range(50):
-        if (
-            str(stand_in)
-            not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        ):
-            return
+        processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        if str(stand_in) not in processes:
+            break
         time.sleep(0.1)
-    pytest.fail("the launcher is still there")
+    assert str(stand_in) not in processes
+    assert (tmp_path / "obeyed").exists() == ("obeyed" in on_term)
 
 
 def test_the_launchers_exit_code_is_ours(fake: Path) -> None:
