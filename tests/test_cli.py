@@ -238,7 +238,7 @@ def test_signals_reach_the_launcher_and_nothing_is_left(tmp_path: Path, on_term:
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
-    assert process.wait(timeout=20) == code
+    assert process.wait(timeout=120) == code
     for _ in range(50):
         processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         if str(stand_in) not in processes:

@@ -563,7 +563,7 @@ def test_an_interrupted_job_leaves_no_process_and_its_checkpoint(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     job.send_signal(number)
-    _, errors = job.communicate(timeout=30)
+    _, errors = job.communicate(timeout=120)
     assert job.returncode == code
     assert left_over(tmp_path) == []
     assert latest_of(folder) % 5 == 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 120.0
+LIMIT_S = 280.0
 
 CONFIG = """
 model: {name: 'training_runs:noisy_net'}
