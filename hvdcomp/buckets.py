@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hvdcomp.checks import check_number
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.requests import Unit
 from hvdcomp.feedback import ErrorFeedback
 
+logger = logging.getLogger(__name__)
+
 GRANULARITIES = ("tensor", "bucket", "model")
+MIN_BUCKET_MB = 1e-9
+"""Less than a byte: every tensor is a bucket of its own."""
 ONE_DIMENSIONAL = "1d"
 """The word in ``exclude`` that stands for all tensors with fewer than two dimensions."""
 
@@ -125,8 +131,9 @@ class Layout:
             raise ValueError(
                 f"exclude must be a sequence of name globs such as ['*.bias'], got the string {self.exclude!r}"
             )
-        if not self.bucket_mb > 0:
-            raise ValueError(f"bucket_mb must be > 0 (MiB of gradients in a bucket), got {self.bucket_mb!r}")
+        if not all(isinstance(rule, str) for rule in self.exclude):
+            raise ValueError(f"exclude must be a sequence of name globs such as ['*.bias'], got {self.exclude!r}")
+        check_number("bucket_mb", self.bucket_mb, MIN_BUCKET_MB, hint="MiB of gradients in a bucket")
 
     def buckets(
         self,
@@ -144,6 +151,10 @@ class Layout:
             sparse: names of tensors whose gradients are sparse.
             first_index: number of the first bucket.
         """
+        specs = list(specs)
+        for rule in self.exclude if first_index == 0 else ():
+            if rule != ONE_DIMENSIONAL and not any(is_excluded(spec, [rule]) for spec in specs):
+                logger.warning("exclude: no tensor's name matches %r", rule)
         ordered = sorted(specs, key=lambda spec: natural_key(spec.name))
         grouped = self._grouped(ordered, groups) if groups is not None else self._by_size(ordered)
         sparse_names = frozenset(sparse)

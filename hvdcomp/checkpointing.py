@@ -129,9 +129,15 @@ def _mean_residuals(states: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 def _check(state: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
     if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != VERSION:
         raise ValueError(f"not a compressor state of version {VERSION}: expected the keys {sorted(_KEYS)}")
+    kinds = {"step": int, "worker": int, "workers": int, "residuals": Mapping, "states": Mapping}
+    wrong = [key for key, kind in kinds.items() if not isinstance(state[key], kind)]
+    if wrong:
+        raise ValueError(f"the compressor state is damaged: {', '.join(f'{k} is {state[k]!r:.40}' for k in wrong)}")
     for name, residual in state["residuals"].items():
         if name not in specs:
             raise ValueError(f"the compressor state holds a residual of {name!r}, which is no parameter here")
+        if not isinstance(residual, Tensor) or not torch.isfinite(residual).all():
+            raise ValueError(f"the residual of {name!r} is not a tensor of finite numbers, and would never be sent")
         if residual.shape != specs[name].shape:
             raise ValueError(
                 f"the residual of {name!r} has shape {tuple(residual.shape)}, the parameter {tuple(specs[name].shape)}"

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
+import numbers
 from collections.abc import Collection
+from typing import Any
 
 
-def check_number(name: str, value: float, low: float, high: float = math.inf, *, hint: str) -> float:
+def check_number(name: str, value: Any, low: float, high: float = math.inf, *, hint: str) -> float:
     """`value` as a float if it is a finite number within [low, high], else a ValueError that says what `name` is."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= min(high, sys.float_info.max):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    number = _as_float(value) if is_number else math.nan
+    if not low <= number <= high or math.isinf(number):
         allowed = f">= {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r} ({hint})")
-    return float(value)
+        kind = "" if is_number else "a number "
+        raise ValueError(f"{name} must be {kind}{allowed}, got {value!r} ({hint})")
+    return number
 
 
-def check_count(name: str, value: int, low: int = 1, *, hint: str) -> int:
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_count(name: str, value: Any, low: int = 1, *, hint: str) -> int:
     """`value` if it is a whole number of at least `low`, else a ValueError that says what `name` is."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
         raise ValueError(f"{name} must be a whole number >= {low}, got {value!r} ({hint})")
+    return int(value)
+
+
+def check_flag(name: str, value: Any, *, hint: str) -> bool:
+    """`value` if it is True or False, else a ValueError: any other value would count as one of them by accident."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r} ({hint})")
     return value
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hvdcomp import checkpointing
 from hvdcomp.buckets import Bucket, Layout, Spec, natural_key
+from hvdcomp.checks import check_count, check_number
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.coordinator import Coordinator, channel_name, open_channel
 from hvdcomp.errors import ReplicaError
@@ -89,6 +90,7 @@ def DistributedOptimizer(
         RuntimeError: in elastic mode, or where Horovod does not see the workers that were started.
     """
     hvd = initialised_horovod()
+    _check_wrappable(optimizer)
     op = hvd.Average if op is None else op
     process_set = hvd.global_process_set if process_set is None else process_set
     groups = _checked_groups(groups, num_groups)
@@ -113,8 +115,11 @@ def DistributedOptimizer(
             "hvdcomp does not support Horovod's elastic mode yet: a new worker would start without residuals; "
             f"run a fixed number of workers, or set {DISABLE_VARIABLE}=1 for stock Horovod"
         )
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
+    check_count("backward_passes_per_step", backward_passes_per_step, hint="backward passes whose gradients are summed")
+    if not check_number("gradient_predivide_factor", gradient_predivide_factor, 0, hint="1 divides after the sum") > 0:
+        raise ValueError("gradient_predivide_factor must be > 0, got 0 (gradients are divided by it before the sum)")
+    if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     schedule, compressor = as_schedule(schedule, compressor)
@@ -283,6 +288,7 @@ class _Distributed(torch.optim.Optimizer):
             "decisions": channel_name(self._hvd, self.process_set) if self.schedule.adaptive else None,
             "gradient_predivide_factor": self._predivide_factor,
             "sparse_as_dense": self._sparse_as_dense,
+            "loss scale": self._grad_scaler.get_scale() if self._grad_scaler is not None else None,
         }
 
     def _group_names(self, specs: list[Spec]) -> list[list[str]] | None:
@@ -583,6 +589,16 @@ def _digest(tensor: Tensor) -> str:
 
 def _exclusions(exclude: Sequence[str] | None, compressor: Compressor) -> Sequence[str]:
     return compressor.default_exclude if exclude is None else exclude
+
+
+def _check_wrappable(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if type(optimizer).__module__ == "horovod.torch.optimizer":
+        raise ValueError(
+            "the optimizer is distributed already: give hvdcomp.DistributedOptimizer the plain torch.optim optimizer, "
+            "in place of hvd.DistributedOptimizer rather than around it"
+        )
 
 
 def _checked_names(

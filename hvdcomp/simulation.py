@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hvdcomp.buckets import Bucket, Layout, Spec
 from hvdcomp.checkpointing import residual_views
+from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor, create
-from hvdcomp.plugin import as_schedule
+from hvdcomp.plugin import as_compressor, as_schedule
 from hvdcomp.rounds import BucketRun, Context, Fused
 from hvdcomp.schedules import Decision, Schedule, Statistics
 
@@ -61,11 +62,10 @@ class World:
         exclude: Sequence[str] = (),
         **parameters: object,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"size must be >= 1 (workers), got {size}")
+        check_count("size", size, hint="workers")
         if parameters and isinstance(compression, Compressor):
             raise ValueError(f"parameters {sorted(parameters)} go with a compressor's name, got an object")
-        compressor = create(compression, **parameters) if isinstance(compression, str) else compression
+        compressor = create(compression, **parameters) if isinstance(compression, str) else as_compressor(compression)
         chosen, compressor = as_schedule(schedule, compressor)
         self.size = size
         self.compression = compressor
@@ -91,7 +91,7 @@ class World:
             Each worker's mean by name, NaN everywhere if some worker met a NaN or an Inf.
 
         Raises:
-            ValueError: not one worker's gradients each, or a name that the first step did not have.
+            ValueError: not one worker's gradients each, or a name or shape that the first step did not have.
         """
         if len(grads) != self.size:
             raise ValueError(f"expected the gradients of {self.size} workers, got {len(grads)}")
@@ -101,6 +101,7 @@ class World:
         unknown = sorted({name for worker in grads for name in worker} - {spec.name for spec in specs})
         if unknown and any(worker.get(name) is not None for worker in grads for name in unknown):
             raise ValueError(f"the first step had no gradients of {', '.join(unknown)}: start another World")
+        _check_shapes(grads, specs)
         self.nbytes = 0
         gradients = [_Gradients(worker) for worker in grads]
         runs = [self._begin(worker, gradients[worker]) for worker in range(self.size)]
@@ -194,3 +195,14 @@ def _specs(grads: Sequence[Mapping[str, Tensor | None]]) -> list[Spec]:
             if gradient is not None:
                 found.setdefault(name, Spec.of(name, gradient))
     return list(found.values())
+
+
+def _check_shapes(grads: Sequence[Mapping[str, Tensor | None]], specs: Sequence[Spec]) -> None:
+    for worker, given in enumerate(grads):
+        for spec in specs:
+            gradient = given.get(spec.name)
+            if gradient is not None and gradient.shape != spec.shape:
+                raise ValueError(
+                    f"worker {worker}'s gradient of {spec.name!r} has shape {tuple(gradient.shape)}, the first of that "
+                    f"name had {tuple(spec.shape)}"
+                )

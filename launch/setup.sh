@@ -46,7 +46,7 @@ main() {
   run "checking Horovod with two processes (seconds)" check_horovod
   fingerprint >"$stamp"
   rm -f "$log"
-  say "done, in $venv"
+  say "done; to use it: . ${venv#"$PWD"/}/bin/activate"
 }
 
 say() { printf 'setup: %s\n' "$*"; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
@@ -306,3 +307,19 @@ def test_every_method_has_a_state_that_torch_saves_safely() -> None:
     for compressor in every_method():
         made = trained(2, compressor)
         assert flat(through_a_file(states(made))) == flat(states(made))
+
+
+@pytest.mark.parametrize("damage", [{"residuals": None}, {"step": "x"}, {"states": 3}])
+def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
+    made = world(1, TopK(cf=4))
+    with pytest.raises(ValueError, match="damaged"):
+        load(made.exchanges[0], states(made)[0] | damage)
+
+
+def test_a_residual_that_would_never_be_sent_is_refused() -> None:
+    made = world(1, TopK(cf=4))
+    state = states(made)[0]
+    name = next(iter(state["residuals"]))
+    state["residuals"][name].view(-1)[0] = math.nan
+    with pytest.raises(ValueError, match="finite"):
+        load(made.exchanges[0], state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -54,3 +55,13 @@ def test_commands_of_the_command_line_exist() -> None:
     assert named
     for command in named:
         assert command in known
+
+
+def test_python_blocks_run_under_stock_horovod_too(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks("python")).replace("optimizer.last_step.bytes_", "hvd.size() or "))
+    subprocess.run([sys.executable, script], check=True, timeout=120, env=os.environ | {"HVDCOMP_DISABLE": "1"})
+
+
+def test_no_placeholder_is_left() -> None:
+    assert not re.findall(r"^[A-Z]+-[A-Z]+$|TODO|TBD", README, flags=re.MULTILINE)

@@ -135,7 +135,7 @@ def test_defaults_are_the_papers_exponential_settings() -> None:
             r"cf_min must be >= 1, got 0\.5 \(a CF is original size / compressed size; for 1 % use 100\)",
         ),
         ({"cf_min": NAN}, r"cf_min must be >= 1, got nan"),
-        ({"cf_min": "10"}, r"cf_min must be >= 1, got '10'"),
+        ({"cf_min": "10"}, r"cf_min must be a number >= 1, got '10'"),
         ({"cf_min": 20, "cf_max": 10}, r"cf_max must be >= 20, got 10 \(cf_min is 20;"),
         ({"cf_max": INF}, r"cf_max must be >= 10, got inf"),
         ({"epsilon": 1.5}, r"epsilon must be between 0 and 1, got 1\.5"),

@@ -501,7 +501,7 @@ def test_a_schedule_needs_a_method_with_levels(schedule: Any) -> None:
 
 
 def test_a_world_checks_what_it_is_given() -> None:
-    with pytest.raises(ValueError, match="size must be >= 1"):
+    with pytest.raises(ValueError, match="size must be a whole number >= 1"):
         World(0)
     with pytest.raises(ValueError, match="expected the gradients of 2 workers, got 1"):
         World(2).step([{}])
@@ -666,3 +666,19 @@ def test_a_step_makes_as_few_exchanges_as_it_can() -> None:
         world = ExchangeWorld(2, compressor, grads, exclude=("1d",))
         world.step([grads, grads])
         assert world.records[0].exchanges == exchanges, compressor
+
+
+def test_shapes_must_stay_and_agree() -> None:
+    with pytest.raises(ValueError, match=r"worker 1.*shape \(3,\).*\(6,\)"):
+        World(2, "topk").step([{"w": torch.ones(6)}, {"w": torch.ones(3)}])
+
+
+@pytest.mark.parametrize("wrong", [3, TopK, None])
+def test_a_world_takes_a_compressor_or_a_name(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="compression must be"):
+        World(2, wrong)
+
+
+def test_an_exclusion_that_matches_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    World(1, "topk", exclude=("layer.*",)).step([{"w": torch.ones(6)}])
+    assert "layer.*" in caplog.text

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.checks import check_count
+from hvdcomp.checks import check_count, check_flag
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.randomk import shared_seed
@@ -35,12 +35,12 @@ class PowerSGD(Compressor):
     def __init__(
         self, rank: int = 4, seed: int = 0, small_matrix_rule: bool = True, error_feedback: bool = True
     ) -> None:
-        check_count("rank", rank, hint="columns of P and Q; the papers use 1 to 32")
-        check_count("seed", seed, 0, hint="the same on all workers")
-        self.rank = rank
-        self.seed = seed
-        self.small_matrix_rule = small_matrix_rule
-        self.error_feedback = error_feedback
+        self.rank = check_count("rank", rank, hint="columns of P and Q; the papers use 1 to 32")
+        self.seed = check_count("seed", seed, 0, hint="the same on all workers")
+        self.small_matrix_rule = check_flag("small_matrix_rule", small_matrix_rule, hint="send small matrices dense")
+        self.error_feedback = check_flag(
+            "error_feedback", error_feedback, hint="keep what was not sent for the next step"
+        )
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         factors = self._factors(unit.shape)

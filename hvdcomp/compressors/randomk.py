@@ -38,8 +38,7 @@ class RandomK(Sparsifier):
 
     def __init__(self, cf: float = 100.0, seed: int = 0, error_feedback: bool = True) -> None:
         super().__init__(cf, error_feedback)
-        check_count("seed", seed, 0, hint="the same on all workers")
-        self.seed = seed
+        self.seed = check_count("seed", seed, 0, hint="the same on all workers")
 
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Tensor:
         generator = np.random.default_rng(shared_seed(self.seed, unit.step, level, unit.name))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.checks import check_number
+from hvdcomp.checks import check_flag, check_number
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.requests import Decide, Request, Rounds, Unit, Volume
@@ -35,7 +35,9 @@ class Sparsifier(Compressor):
 
     def __init__(self, cf: float = 100.0, error_feedback: bool = True) -> None:
         self.cf = check_number("cf", cf, 1, hint="cf is original size / compressed size; for 1 % use cf=100")
-        self.error_feedback = error_feedback
+        self.error_feedback = check_flag(
+            "error_feedback", error_feedback, hint="keep what was not sent for the next step"
+        )
 
     @abstractmethod
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Tensor:

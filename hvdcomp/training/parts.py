@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hvdcomp import compressors, schedules
+from hvdcomp.buckets import Layout
 from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
 from hvdcomp.schedules import Schedule
@@ -30,6 +31,7 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
     """
     config = _without_idle_schedule(_with_defaults(config))
     compressor, schedule = build_compressor(config), build_schedule(config)
+    _make_layout(compressor, config)
     chooses = schedule.adaptive or getattr(schedule, "cf", None) is not None
     if chooses and not compressor.has_levels:
         able = ", ".join(name for name, cls in compressors.available().items() if cls.has_levels)
@@ -39,6 +41,14 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
         )
     _check_fit(build_model(config), build_data(config), config, workers)
     return config
+
+
+def _make_layout(compressor: compressors.Compressor, config: RunConfig) -> None:
+    exclude = compressor.default_exclude if config.exclude is None else config.exclude
+    try:
+        Layout(compressor, config.granularity, config.bucket_mb, exclude)
+    except ValueError as error:
+        raise ConfigError(f"granularity: {error}") from error
 
 
 def build_model(config: RunConfig) -> nn.Module:

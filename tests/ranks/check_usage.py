@@ -1183,6 +1183,28 @@ def check_switched_off() -> None:
         assert not hasattr(wrap(parameters(), _topk()), "_handles")
 
 
+def check_an_optimizer_that_is_distributed_already_is_refused() -> None:
+    params = parameters()
+    for optimizer in (wrap(params, _topk()), hvd.DistributedOptimizer(torch.optim.SGD(params.values(), lr=0.1))):
+        message = raised(ValueError, lambda optimizer=optimizer: hvdcomp.DistributedOptimizer(optimizer))
+        assert "distributed already" in message
+
+
+def check_arguments_that_would_fail_later_are_refused() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"backward_passes_per_step": 1.5},
+        {"gradient_predivide_factor": 0},
+        {"gradient_predivide_factor": float("nan")},
+        {"grad_scaler": 3},
+        {"exclude": [3]},
+        {"bucket_mb": "x"},
+    ]
+    for arguments in wrong:
+        base = torch.optim.SGD(parameters().values(), lr=0.1)
+        message = raised(ValueError, lambda base=base, a=arguments: hvdcomp.DistributedOptimizer(base, **a))
+        assert next(iter(arguments)) in message, message
+
+
 def check_elastic_mode_is_refused() -> None:
     with mock.patch.dict(os.environ, HOROVOD_ELASTIC="1"):
         message = raised(RuntimeError, lambda: wrap(parameters(), _topk()))
