@@ -6,6 +6,7 @@ INSTALL_REQUIRES = [
     "cffi>=1.15",  # Horovod's, at run time
     "cloudpickle>=3",  # Horovod's
     "mpi4py>=4",
+    "numba>=0.60",
     "numpy>=1.26",
     "packaging>=23",  # Horovod's
     "psutil>=5.9",  # Horovod's

@@ -73,7 +73,13 @@ class Part:
     def dtype(self) -> torch.dtype:
         """Of what the compressor sees: float32 or float64; a tensor that is not compressed travels as it is."""
         given = self.members[0].dtype
-        return given if given == torch.float64 or not self.compressed else torch.float32
+        as_it_is = given == torch.float64 or not (self.compressed or self.compressor.keeps_gradients)
+        return given if as_it_is else torch.float32
+
+    @property
+    def unscaled(self) -> bool:
+        """What the compressor sees comes without a loss scale."""
+        return self.feedback is not None or self.compressor.keeps_gradients
 
 
 @dataclass
@@ -189,7 +195,8 @@ class Layout:
             if spec.name in sparse:
                 parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None, sparse=True))
             elif is_excluded(spec, self.exclude) or isinstance(self.compressor, NoCompression):
-                parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None))
+                dense = self.compressor.for_excluded() or NoCompression()
+                parts.append(Part(Unit(spec.name, spec.shape), [spec], dense, None))
             elif self.granularity == "tensor":
                 parts.append(self._compressed_part(spec.name, spec.shape, [spec]))
             else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdcomp.buckets import Part, Spec
+from hvdcomp.compressors.requests import OWN
 from hvdcomp.exchange import Exchange, Transport
 from hvdcomp.schedules import Schedule
 
@@ -114,6 +115,7 @@ def _for_another_world(
         "worker": transport.worker,
         "workers": transport.workers,
         "residuals": _mean_residuals(list(saved.values())) if on_world_change == "mean" else {},
+        "states": _states_for_all(list(saved.values()) if on_world_change == "mean" else [], saved[0]["states"]),
     }
 
 
@@ -124,6 +126,20 @@ def _mean_residuals(states: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         name: torch.stack([s["residuals"][name] for s in states if name in s["residuals"]]).sum(0) / len(states)
         for name in sorted(names)
     }
+
+
+def _states_for_all(
+    saved: list[Mapping[str, Any]], shared: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Worker 0's tensors that are alike on all workers; of the others the mean, as of residuals, or nothing."""
+    units = {name: {k: t for k, t in unit.items() if not k.startswith(OWN)} for name, unit in shared.items()}
+    for state in saved:
+        for name, unit in state["states"].items():
+            for key in filter(lambda key: key.startswith(OWN), unit):
+                share = unit[key] / len(saved)
+                mean = units.setdefault(name, {})
+                mean[key] = mean[key] + share if key in mean else share
+    return {name: unit for name, unit in units.items() if unit}
 
 
 def _check(state: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:

@@ -103,6 +103,11 @@ class HorovodTransport:
             return self._wait(self._allreduce(fused, name))
         if fused.kind == "allgather":
             return self._wait(self._hvd.allgather_async(fused.buffer, name=name, process_set=self._process_set))
+        if fused.root is not None:
+            ranks = self._process_set.ranks
+            root = fused.root if ranks is None else ranks[fused.root]  # Horovod counts a root in the whole world
+            handle = self._hvd.broadcast_async(fused.buffer, root, name=name, process_set=self._process_set)
+            return self._wait(handle)
         handle = self._hvd.alltoall_async(fused.buffer, name=name, process_set=self._process_set)
         return self._wait(handle)
 
@@ -136,6 +141,8 @@ def bytes_received(fused: Fused, result: Tensor, workers: int) -> int:
     sent = fused.buffer.numel() * fused.buffer.element_size()
     if fused.kind == "allgather":
         return result.numel() * result.element_size() - sent
+    if fused.kind == "broadcast":
+        return sent
     share = sent * (workers - 1) // workers
     return 2 * share if fused.kind == "allreduce" else share
 

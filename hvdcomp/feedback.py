@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_NEAR_OVERFLOW_SQ = 1e60
-"""Squared norm of a gradient from which on residual + gradient is checked before it is written."""
+from hvdcomp.kernels import Collected, accumulate
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What adding a unit's gradients told.
+
+    Attributes:
+        finite: every sum is finite; otherwise some of the gradients were not added.
+        gradient_sq: sum of squares of the gradients, without a loss scale.
+        total_sq: sum of squares of residual + gradient, None where only a part of the unit was looked at.
+        candidates: elements that hold the wanted largest ones, if known.
+    """
+
+    finite: bool
+    gradient_sq: float
+    total_sq: float | None
+    candidates: Collected | None
 
 
 class ErrorFeedback:
@@ -21,32 +38,29 @@ class ErrorFeedback:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.residual = torch.zeros(numel, dtype=dtype, device=device)
-        self._near_overflow = False
+        self._written: list[list[tuple[int, int]]] = []
 
-    def accumulate(self, gradients: Sequence[tuple[int, Tensor]], grad_sq: float, inverse_scale: float) -> bool:
-        """Add finite flat gradients at their offsets, times ``inverse_scale``.
+    def accumulate(self, gradients: Sequence[tuple[int, Tensor]], inverse_scale: float, wanted: int = 0) -> Accumulated:
+        """Add flat gradients at their offsets, times ``inverse_scale``, up to the first sum that is not finite.
 
-        Returns False, and leaves the residual as it was, where the sum is not finite.
+        Args:
+            wanted: how many of the largest sums will be asked for.
         """
-        self._near_overflow |= grad_sq > _NEAR_OVERFLOW_SQ
-        if self._near_overflow:
-            return self._accumulate_checked(gradients, inverse_scale)
-        self._add(self.residual, gradients, inverse_scale)
-        return True
+        whole = len(gradients) == 1 and gradients[0][1].numel() == self.residual.numel()
+        done = [
+            accumulate(self.residual[offset : offset + g.numel()], g, inverse_scale, wanted if whole else 0)
+            for offset, g in gradients
+        ]
+        self._written = [accumulation.written for accumulation in done]
+        return Accumulated(
+            finite=all(accumulation.finite for accumulation in done),
+            gradient_sq=sum(accumulation.gradient_sq for accumulation in done) * inverse_scale**2,
+            total_sq=done[0].total_sq if whole else None,
+            candidates=done[0].candidates if whole else None,
+        )
 
     def restore(self, gradients: Sequence[tuple[int, Tensor]], inverse_scale: float) -> None:
-        """Undo :meth:`accumulate`, up to one rounding an element."""
-        self._add(self.residual, gradients, -inverse_scale)
-
-    def _accumulate_checked(self, gradients: Sequence[tuple[int, Tensor]], inverse_scale: float) -> bool:
-        total = self.residual.clone()
-        self._add(total, gradients, inverse_scale)
-        finite = bool(torch.isfinite(total).all())
-        if finite:
-            self.residual.copy_(total)
-        return finite
-
-    @staticmethod
-    def _add(target: Tensor, gradients: Sequence[tuple[int, Tensor]], factor: float) -> None:
-        for offset, gradient in gradients:
-            target[offset : offset + gradient.numel()].add_(gradient, alpha=factor)
+        """Undo :meth:`accumulate`, up to one rounding an element; what was not written stays as it is."""
+        for (offset, gradient), ranges in zip(gradients, self._written, strict=True):
+            for start, end in ranges:
+                self.residual[offset + start : offset + end].add_(gradient[start:end], alpha=-inverse_scale)

@@ -21,10 +21,12 @@ from hvdcomp import checkpointing
 from hvdcomp.buckets import Bucket, Layout, Spec, natural_key
 from hvdcomp.checks import check_count, check_number
 from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors.requests import Hyper
 from hvdcomp.coordinator import Coordinator, channel_name, open_channel
 from hvdcomp.errors import ReplicaError
 from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRecord, Transport, check_alike
 from hvdcomp.horovod_api import initialised_horovod, label_of
+from hvdcomp.kernels import warm_up
 from hvdcomp.plugin import as_compressor, as_schedule, check_op
 from hvdcomp.schedules import Schedule
 
@@ -123,6 +125,8 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     schedule, compressor = as_schedule(schedule, compressor)
+    if not isinstance(compressor, NoCompression):
+        warm_up()
     layout = Layout(compressor, granularity, bucket_mb, _exclusions(exclude, compressor))
     namespace = {name: value for name, value in vars(_Distributed).items() if name not in ("__dict__", "__weakref__")}
     # Horovod's broadcast_optimizer_state knows a distributed optimizer by the module of its class.
@@ -183,6 +187,8 @@ class _Distributed(torch.optim.Optimizer):
         self._sparse_as_dense = sparse_as_dense
         self._grad_scaler = grad_scaler
         self._names = _checked_names(named_parameters, self.param_groups)
+        if layout.compressor.takes_momentum:
+            _check_momentum(layout.compressor, self.param_groups)
         self._parameters: dict[str, Tensor] = {}
         self._bucket_of: dict[str, Bucket] = {}
         self._missing: dict[int, int] = {}
@@ -334,7 +340,26 @@ class _Distributed(torch.optim.Optimizer):
     def _start(self, exchange: Exchange, bucket: Bucket) -> None:
         self._missing[bucket.index] = 0
         scale = float(self._grad_scaler.get_scale()) if self._grad_scaler is not None else 1.0
-        exchange.start(bucket, _ParameterGradients(self._parameters), scale=scale, summed=self._summed)
+        decay: dict[str, float] = {}
+        if self.compression.takes_momentum:
+            hyper = self._hyper()
+            decay = {name: scale * hyper[name].weight_decay for name in hyper}
+            for part in bucket.parts:
+                part.unit.hyper = hyper[part.members[0].name]
+        exchange.start(bucket, _ParameterGradients(self._parameters, decay), scale=scale, summed=self._summed)
+
+    def _hyper(self) -> dict[str, Hyper]:
+        """Each parameter's settings, as its group has them now; the compressor's own where it was given some."""
+        own = self.compression
+        return {
+            self._names[parameter]: Hyper(
+                momentum=float(group["momentum"]),
+                nesterov=bool(group.get("nesterov", False)),
+                weight_decay=float(_first(getattr(own, "weight_decay", None), group.get("weight_decay", 0.0))),
+            )
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
 
     def synchronize(self) -> None:
         """Exchange the gradients and write their mean into every ``p.grad``; blocking.
@@ -412,7 +437,8 @@ class _Distributed(torch.optim.Optimizer):
             self._skip_step = False
             return loss
         wrapped: Any = self._wrapped.step
-        return wrapped(self) if closure is None else wrapped(self, self._replay(closure, loss))
+        with self._without_momentum():
+            return wrapped(self) if closure is None else wrapped(self, self._replay(closure, loss))
 
     step.hooked = True  # type: ignore[attr-defined]  # step hooks fire once, in the wrapped step, after the exchange
 
@@ -429,6 +455,22 @@ class _Distributed(torch.optim.Optimizer):
             return again
 
         return evaluate
+
+    @contextlib.contextmanager
+    def _without_momentum(self) -> Iterator[None]:
+        """The wrapped optimizer steps without what the compressor has applied already."""
+        if not self.compression.takes_momentum:
+            yield
+            return
+        names = ("momentum", "nesterov", "weight_decay")
+        kept = [{name: group[name] for name in names if name in group} for group in self.param_groups]
+        for group, settings in zip(self.param_groups, kept, strict=True):
+            group.update({name: type(value)(0) for name, value in settings.items()})
+        try:
+            yield
+        finally:
+            for group, settings in zip(self.param_groups, kept, strict=True):
+                group.update(settings)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -546,14 +588,23 @@ class _Distributed(torch.optim.Optimizer):
 
 
 class _ParameterGradients:
-    """Gradients are read from and written to ``p.grad``."""
+    """Gradients are read from and written to ``p.grad``.
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    Args:
+        decay: weight decay that enters a gradient before it is accumulated, by the parameter's name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: Mapping[str, float]) -> None:
         self._parameters = parameters
+        self._decay = decay
 
     def read(self, spec: Spec) -> Tensor | None:
-        gradient = self._parameters[spec.name].grad
-        return None if gradient is None else gradient.detach()
+        parameter = self._parameters[spec.name]
+        decay = self._decay.get(spec.name, 0.0)
+        if decay == 0.0 or not parameter.requires_grad:
+            return None if parameter.grad is None else parameter.grad.detach()
+        decayed = parameter.detach() * decay
+        return decayed if parameter.grad is None else parameter.grad.detach() + decayed
 
     def target(self, spec: Spec, dtype: torch.dtype) -> Tensor | None:
         gradient = self._parameters[spec.name].grad
@@ -580,6 +631,18 @@ def _open_transport(hvd: Any, process_set: Any, predivide_factor: float) -> Tran
     if process_set.size() == 1:
         return LocalTransport()
     return HorovodTransport(hvd, process_set, predivide_factor)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _check_momentum(compressor: Compressor, param_groups: list[dict[str, Any]]) -> None:
+    if any("momentum" not in group or group.get("dampening") for group in param_groups):
+        raise ValueError(
+            f"{compressor.name} applies momentum itself and takes it from the optimizer, so it needs torch.optim.SGD "
+            "(or another with a `momentum` in its parameter groups) without dampening"
+        )
 
 
 def _digest(tensor: Tensor) -> str:

@@ -64,6 +64,8 @@ def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tupl
             f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
             "use topk or randomk, or leave the schedule out"
         )
+    if chosen.adaptive:
+        compressor = compressor.as_selector()
     return chosen, compressor if cf is None else compressor.with_parameters(cf=cf)
 
 

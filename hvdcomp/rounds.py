@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hvdcomp.buckets import Bucket, Part, Spec
-from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Decide, Reduced, Request, Rounds
+from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Broadcast, Decide, Reduced, Request, Rounds
+from hvdcomp.feedback import Accumulated
 from hvdcomp.kernels import squared_norm
 from hvdcomp.schedules.base import Statistics
 from hvdcomp.sparse_gradients import SparseRows, as_rows, no_rows, sparse_rounds
@@ -23,7 +24,7 @@ from hvdcomp.wire import decode_frames, encode_frame
 LARGEST_ALLGATHER = 2**31 - 2**20
 """Bytes: Horovod counts what an allgather returns in int32; a little is left for frames."""
 
-_KINDS: dict[type, str] = {Allreduce: "allreduce", Allgather: "allgather", Alltoall: "alltoall"}
+_KINDS: dict[type, str] = {Allreduce: "allreduce", Allgather: "allgather", Alltoall: "alltoall", Broadcast: "broadcast"}
 
 
 class Gradients(Protocol):
@@ -48,10 +49,13 @@ class Fused:
     parts: list[int]
     owned: bool
     """The buffer is a copy of ours, which may be overwritten."""
+    root: int | None = None
+    """The worker whose buffer a broadcast hands to all."""
 
     @property
     def key(self) -> str:
-        return f"{self.kind}.{str(self.buffer.dtype).removeprefix('torch.')}"
+        root = "" if self.root is None else f".{self.root}"
+        return f"{self.kind}.{str(self.buffer.dtype).removeprefix('torch.')}{root}"
 
 
 @dataclass
@@ -84,7 +88,7 @@ class BucketRun:
     _outcomes: dict[int, Reduced] = field(default_factory=dict)
     _accumulated: set[int] = field(default_factory=set)
     _acc: dict[int, Tensor] = field(default_factory=dict)
-    _grad_norms: dict[int, float] = field(default_factory=dict)
+    _sums: dict[int, Accumulated] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Add the gradients to the residuals and run every unit up to its first request."""
@@ -122,12 +126,13 @@ class BucketRun:
                 self._send(number, level)
 
     def fuse(self) -> list[Fused]:
-        """The requests of this phase, those of one kind and type together; none when the bucket is done."""
-        groups: dict[tuple[str, str], list[int]] = {}
+        """The requests of this phase, those of one kind, type and root together; none when the bucket is done."""
+        groups: dict[tuple[str, str, int], list[int]] = {}
         for number, request in sorted(self._waiting.items()):
             dtype = "" if isinstance(request, Allgather) else str(_tensor_of(request).dtype)
-            groups.setdefault((_KINDS[type(request)], dtype), []).append(number)
-        return [self._fuse(kind, numbers) for (kind, _), numbers in sorted(groups.items())]
+            root = request.root if isinstance(request, Broadcast) else -1
+            groups.setdefault((_KINDS[type(request)], dtype, root), []).append(number)
+        return [self._fuse(kind, root, numbers) for (kind, _, root), numbers in sorted(groups.items())]
 
     def answer(self, fused: list[Fused], answers: list[Tensor]) -> None:
         """Hand each unit its part of what the collectives of :meth:`fuse` returned, and run it to its next request."""
@@ -166,21 +171,27 @@ class BucketRun:
     # -- accumulating
 
     def _accumulate(self, number: int, part: Part) -> bool:
+        """Residual + gradient of a unit, or its gradient alone. Returns whether all of it is finite."""
         gradients = self._flat_gradients(part)
-        finite = True
-        if self.context.check_finite or part.feedback is not None:
-            grad_sq = sum(float(squared_norm(gradient)) for _, gradient in gradients) / self.context.scale**2
-            self._grad_norms[number] = math.sqrt(grad_sq) if math.isfinite(grad_sq) else 0.0
-            finite = math.isfinite(grad_sq) or all(bool(torch.isfinite(g).all()) for _, g in gradients)
-        if part.feedback is None:
-            self._acc[number] = _join(part, gradients)
-            return finite
-        self._acc[number] = part.feedback.residual
-        if finite:
-            finite = part.feedback.accumulate(gradients, grad_sq, 1 / self.context.scale)
-        if finite:
+        unit = part.unit
+        unit.candidates = None
+        if part.feedback is not None:
+            wanted = part.compressor.wanted(unit)
+            done = part.feedback.accumulate(gradients, 1 / self.context.scale, wanted)
+            self._acc[number] = part.feedback.residual
             self._accumulated.add(number)
-        return finite
+            unit.candidates = done.candidates
+        else:
+            self._acc[number] = _join(part, gradients)
+            if part.unscaled and self.context.scale != 1.0:
+                self._acc[number] = self._acc[number] / self.context.scale
+            if not self.context.check_finite:
+                return True
+            norm_sq = float(squared_norm(self._acc[number]))
+            finite = math.isfinite(norm_sq) or bool(torch.isfinite(self._acc[number]).all())
+            done = Accumulated(finite, norm_sq / self.context.scale**2, norm_sq, None)
+        self._sums[number] = done
+        return done.finite
 
     def _flat_gradients(self, part: Part) -> list[tuple[int, Tensor]]:
         """(offset, flat gradient) of each member that has one; a missing one is zero."""
@@ -201,10 +212,11 @@ class BucketRun:
 
     def _unit_statistics(self, number: int, request: Decide) -> tuple[float, ...]:
         kept_sq = (float(request.kept_sq[0]), float(request.kept_sq[1]))
+        sums = self._sums[number]
         return Statistics(
-            acc=float(squared_norm(self._acc[number])),
+            acc=sums.total_sq if sums.total_sq is not None else float(squared_norm(self._acc[number])),
             kept=kept_sq,
-            raw_norm=self._grad_norms[number],
+            raw_norm=math.sqrt(sums.gradient_sq),
             kept_norm=(math.sqrt(kept_sq[0]), math.sqrt(kept_sq[1])),
             finite=True,
         ).to_vector()
@@ -221,7 +233,7 @@ class BucketRun:
         except StopIteration as stop:
             self._outcomes[number] = stop.value
 
-    def _fuse(self, kind: str, numbers: list[int]) -> Fused:
+    def _fuse(self, kind: str, root: int, numbers: list[int]) -> Fused:
         requests = [self._waiting[number] for number in numbers]
         if kind == "allgather":
             payloads = [request.payload for request in requests if isinstance(request, Allgather)]
@@ -231,6 +243,8 @@ class BucketRun:
             return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
         owned = len(tensors) > 1
         buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]) if owned else tensors[0].reshape(-1)
+        if kind == "broadcast":  # whole numbers cannot tell of a NaN: the values that follow do
+            return Fused(kind, buffer, numbers, owned, root)
         return self._flagged(Fused(kind, buffer, numbers, owned))
 
     def _frame(self, payloads: list[Tensor]) -> Tensor:
@@ -260,7 +274,7 @@ class BucketRun:
         if fused.kind == "alltoall":
             pieces = result.split([tensor.shape[1] for tensor in tensors], dim=1)
             return {n: piece.contiguous() for n, piece in zip(fused.parts, pieces, strict=True)}
-        if self.context.check_finite and result.numel():
+        if self.context.check_finite and result.is_floating_point() and result.numel():
             self.finite &= not bool(torch.isnan(result[0]))
         pieces = result.split([tensor.numel() for tensor in tensors])
         return {n: p.view(t.shape) for n, p, t in zip(fused.parts, pieces, tensors, strict=True)}
@@ -268,7 +282,7 @@ class BucketRun:
     # -- committing
 
     def _write(self, part: Part, outcome: Reduced) -> None:
-        factor = self.context.scale if part.feedback is not None else 1.0
+        factor = self.context.scale if part.unscaled or outcome.ignores_scale else 1.0
         factor *= self.context.workers if self.context.summed else 1
         if isinstance(outcome, SparseRows):
             self.gradients.write(part.members[0], outcome.mean * factor)
@@ -286,7 +300,7 @@ class BucketRun:
 
 
 def _tensor_of(request: Request) -> Tensor:
-    assert isinstance(request, (Allreduce, Alltoall))
+    assert isinstance(request, (Allreduce, Alltoall, Broadcast))
     return request.tensor
 
 

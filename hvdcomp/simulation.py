@@ -133,9 +133,11 @@ class World:
             for part in bucket.parts:
                 if name in residual_views(part):
                     return residual_views(part)[name].clone()
-                for member in part.members:
+                for offset, member in zip(part.offsets, part.members, strict=True):
                     if member.name == name:
-                        return torch.zeros(member.shape)
+                        kept = part.unit.state.get(part.compressor.residual_state or "")
+                        own = torch.zeros(part.unit.numel) if kept is None else kept
+                        return own[offset : offset + member.numel].view(member.shape).clone()
         raise KeyError(name)
 
     def _begin(self, worker: int, gradients: _Gradients) -> list[BucketRun]:
@@ -180,6 +182,8 @@ def _collective(requests: list[Fused]) -> list[Tensor]:
         return [torch.cat(buffers)] * len(buffers)
     if requests[0].kind == "alltoall":
         return [torch.stack([buffer[worker] for buffer in buffers]) for worker in range(len(buffers))]
+    if requests[0].root is not None:
+        return [buffers[requests[0].root]] * len(buffers)
     if buffers[0].dtype == torch.float16:
         return [sum((buffer / len(buffers) for buffer in buffers), start=torch.zeros_like(buffers[0]))] * len(buffers)
     total = buffers[0].clone()

@@ -3,9 +3,10 @@
 Everything is little-endian and self-describing, one uint8 tensor; decoding checks all that it is told and raises
 :class:`WireError` where it does not fit.
 
-Payload: 16 bytes of header (magic, version, value type, index type, count, elements), the values, the int32 indices.
-Frame: 16 bytes of header (magic, version, flags, number of payloads, length in bytes), one uint32 length a payload,
-padding to 8 bytes, then the payloads, each padded to 8 bytes.
+Payload: 24 bytes of header (magic, version, value and index type, count, elements, scale, block and count widths), the
+values, padding to 8 bytes, the indices: int32, or the block code of :mod:`hvdcomp.indices` where that is shorter.
+Frame: 24 bytes of header (magic, version, flags, number of payloads, length in bytes, checksum), one uint32 length a
+payload, padding to 8 bytes, then the payloads, each padded to 8 bytes. The checksum finds every flipped bit.
 """
 
 from __future__ import annotations
@@ -17,82 +18,126 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hvdcomp import indices
 from hvdcomp.errors import WireError
+from hvdcomp.kernels import Collected
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 8
 MAX_INDEX = 2**31 - 1
 
-_PAYLOAD = struct.Struct("<HBBIQ")  # magic, version, value and index type (4 bits each), count, elements
-_FRAME = struct.Struct("<HBBIQ")  # magic, version, flags, payloads, length in bytes
+_PAYLOAD = struct.Struct("<HBBIQfBBH")
+_FRAME = struct.Struct("<HBBIQq")
+_CHECKSUM_WORD = 2
 _PAYLOAD_MAGIC = 0xC0DE
 _FRAME_MAGIC = 0xF2A3
 _NON_FINITE = 1
 
-_VALUE_TYPES = {0: torch.float32, 1: torch.float64}
-_VALUE_CODES = {dtype: code for code, dtype in _VALUE_TYPES.items()}
-_INT32_INDEX = 0
+VALUE_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
+"""What values may travel as; float64 values travel as float64 under "fp32"."""
+_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8]
+_INT32_INDEX, _BLOCK_INDEX = 0, 1
+_LARGEST = {torch.float16: torch.finfo(torch.float16).max, torch.int8: 127.0}
+"""The number that the largest magnitude is scaled to; other types hold every float32 as it is."""
 
-PAYLOAD_HEADER_NBYTES = _PAYLOAD.size
-
-
-def sparse_nbytes(count: int, value_itemsize: int = 4) -> int:
-    """Bytes of a payload with ``count`` values and int32 indices."""
-    return PAYLOAD_HEADER_NBYTES + count * (value_itemsize + 4)
+HEADER_NBYTES = _PAYLOAD.size
 
 
-def encode_sparse(indices: Tensor, values: Tensor, numel: int) -> Tensor:
+def largest_sparse_nbytes(count: int, values: str = "fp32") -> int:
+    """A bound on the bytes of a payload with ``count`` values of float32 gradients: indices take 32 bits at most."""
+    return HEADER_NBYTES + _aligned(count * VALUE_TYPES[values].itemsize) + 4 * count
+
+
+def encode_sparse(positions: Tensor, values: Tensor, numel: int, value_type: str = "fp32") -> Tensor:
     """One worker's sparse vector as a uint8 payload.
 
     Args:
-        indices: (k,) ascending unique positions in [0, numel).
-        values: (k,) float32 or float64.
+        positions: (k,) ascending unique positions in [0, numel).
+        values: (k,) finite float32 or float64.
         numel: elements of the dense vector, at most 2^31 - 1.
+        value_type: a key of :data:`VALUE_TYPES`; fp16 and int8 are scaled by the largest magnitude, which is exact in
+            that nothing overflows, and rounded to nearest.
 
     Raises:
-        ValueError: the vector is too long for int32 indices, or the values' type has no code.
+        ValueError: the vector is too long for int32 indices.
     """
     if numel > MAX_INDEX:
         raise ValueError(
             f"a tensor of {numel} elements cannot be sent sparsely: indices are int32, so at most {MAX_INDEX} "
             'elements; use granularity="tensor", or split the parameter'
         )
-    if values.dtype not in _VALUE_CODES:
-        raise ValueError(f"values must be one of {sorted(map(str, _VALUE_CODES))}, got {values.dtype}")
-    codes = _VALUE_CODES[values.dtype] << 4 | _INT32_INDEX
-    header = _to_tensor(_PAYLOAD.pack(_PAYLOAD_MAGIC, VERSION, codes, values.numel(), numel), values.device)
-    return torch.cat([header, _as_bytes(values), _as_bytes(indices.to(torch.int32))])
+    stored, scale = _store(values, value_type)
+    code = indices.encode(positions, numel) if positions.numel() else None
+    blocked = code is not None and code.data.numel() < 4 * positions.numel()
+    index_data = code.data if code is not None and blocked else _as_bytes(positions.to(torch.int32))
+    codes = _DTYPES.index(stored.dtype) << 4 | (_BLOCK_INDEX if blocked else _INT32_INDEX)
+    widths = (code.block_log2, code.count_bits) if code is not None and blocked else (0, 0)
+    header = _PAYLOAD.pack(_PAYLOAD_MAGIC, VERSION, codes, values.numel(), numel, scale, *widths, 0)
+    padding = values.new_zeros(-stored.nbytes % ALIGNMENT, dtype=torch.uint8)
+    return torch.cat([_to_tensor(header, values.device), _as_bytes(stored), padding, index_data])
 
 
-def decode_sparse(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """The ``(indices, values)`` of :func:`encode_sparse`; indices are int32.
+def decode_sparse(payload: Tensor, numel: int) -> Collected:
+    """The positions (int32) and values (float32 or float64) of :func:`encode_sparse`.
 
     Raises:
         WireError: the payload is not one of a vector of ``numel`` elements.
     """
-    if payload.numel() < PAYLOAD_HEADER_NBYTES:
-        raise WireError(f"payload of {payload.numel()} bytes is shorter than its header of {PAYLOAD_HEADER_NBYTES}")
-    magic, version, codes, count, elements = _PAYLOAD.unpack(_to_bytes(payload[:PAYLOAD_HEADER_NBYTES]))
-    if magic != _PAYLOAD_MAGIC or version != VERSION:
+    if payload.numel() < HEADER_NBYTES:
+        raise WireError(f"payload of {payload.numel()} bytes is shorter than its header of {HEADER_NBYTES}")
+    header = _PAYLOAD.unpack(_to_bytes(payload[:HEADER_NBYTES]))
+    magic, version, codes, count, elements, scale, block_log2, count_bits, reserved = header
+    if magic != _PAYLOAD_MAGIC or version != VERSION or reserved:
         raise WireError(f"not a payload of version {VERSION}: magic {magic:#x}, version {version}")
-    if codes >> 4 not in _VALUE_TYPES or codes & 15 != _INT32_INDEX:
+    if codes >> 4 >= len(_DTYPES) or codes & 15 > _BLOCK_INDEX:
         raise WireError(f"unknown value or index type: codes {codes >> 4} and {codes & 15}")
     if elements != numel or count > numel:
         raise WireError(f"payload holds {count} of {elements} elements, expected a vector of {numel}")
-    dtype = _VALUE_TYPES[codes >> 4]
-    if payload.numel() != sparse_nbytes(count, dtype.itemsize):
-        raise WireError(f"payload of {payload.numel()} bytes, its header says {sparse_nbytes(count, dtype.itemsize)}")
-    split = PAYLOAD_HEADER_NBYTES + count * dtype.itemsize
-    values = payload[PAYLOAD_HEADER_NBYTES:split].view(dtype)
-    indices = payload[split:].view(torch.int32)
-    if count and not _ascending_below(indices, numel):
+    dtype = _DTYPES[codes >> 4]
+    split = HEADER_NBYTES + _aligned(count * dtype.itemsize)
+    if payload.numel() < split:
+        raise WireError(f"payload of {payload.numel()} bytes does not hold {count} values of {dtype}")
+    values = _load(payload[HEADER_NBYTES : HEADER_NBYTES + count * dtype.itemsize].view(dtype), scale)
+    return Collected(_load_positions(payload[split:], codes & 15, (block_log2, count_bits), count, numel), values)
+
+
+def _load_positions(data: Tensor, kind: int, widths: tuple[int, int], count: int, numel: int) -> Tensor:
+    if kind == _BLOCK_INDEX:
+        positions = indices.decode(indices.BlockCode(*widths, data), count, numel).to(torch.int32)
+    elif data.numel() == 4 * count and widths == (0, 0):
+        positions = data.view(torch.int32)
+    else:
+        raise WireError(f"{data.numel()} bytes do not hold {count} int32 indices")
+    if count and not ascending_below(positions, numel):
         raise WireError(f"indices are not ascending within [0, {numel})")
-    return indices, values
+    return positions
 
 
-def _ascending_below(indices: Tensor, numel: int) -> bool:
-    ordered = bool((indices[1:] > indices[:-1]).all())
-    return ordered and int(indices[0]) >= 0 and int(indices[-1]) < numel
+def ascending_below(positions: Tensor, numel: int) -> bool:
+    ordered = bool((positions[1:] > positions[:-1]).all())
+    return ordered and int(positions[0]) >= 0 and int(positions[-1]) < numel
+
+
+def _store(values: Tensor, value_type: str) -> tuple[Tensor, float]:
+    """Values in the type that travels, and the scale that they were divided by."""
+    dtype = VALUE_TYPES[value_type]
+    if dtype == torch.float32:
+        return values, 1.0
+    if dtype not in _LARGEST or not values.numel():
+        return values.to(dtype), 1.0
+    scale = float(torch.tensor(float(values.abs().max()) / _LARGEST[dtype], dtype=torch.float32))
+    if dtype == torch.float16:
+        scale = max(1.0, scale)
+    if scale == 0.0:
+        return torch.zeros_like(values, dtype=dtype), 1.0
+    scaled = (values / scale).clamp(-_LARGEST[dtype], _LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
+
+
+def _load(stored: Tensor, scale: float) -> Tensor:
+    if stored.dtype in (torch.float32, torch.float64):
+        return stored
+    return stored.to(torch.float32) * scale
 
 
 @dataclass(frozen=True)
@@ -109,12 +154,16 @@ def encode_frame(payloads: Sequence[Tensor], finite: bool) -> Tensor:
     start = _frame_start(len(lengths))
     total = start + sum(map(_aligned, lengths))
     flags = 0 if finite else _NON_FINITE
-    head = _FRAME.pack(_FRAME_MAGIC, VERSION, flags, len(lengths), total) + struct.pack(f"<{len(lengths)}I", *lengths)
+    head = _FRAME.pack(_FRAME_MAGIC, VERSION, flags, len(lengths), total, 0) + struct.pack(
+        f"<{len(lengths)}I", *lengths
+    )
     frame = torch.zeros(total, dtype=torch.uint8, device=payloads[0].device if payloads else None)
     frame[: len(head)] = _to_tensor(head, frame.device)
     for payload in payloads:
         frame[start : start + payload.numel()] = payload
         start += _aligned(payload.numel())
+    words = frame.view(torch.int64)
+    words[_CHECKSUM_WORD] = _checksum(words)
     return frame
 
 
@@ -139,7 +188,7 @@ def _decode_frame(buffer: Tensor, worker: int, payloads: int) -> tuple[Frame, in
     if buffer.numel() < start:
         raise WireError(f"worker {worker}: {buffer.numel()} bytes are too few for the head of a frame ({start})")
     head = _to_bytes(buffer[:start])
-    magic, version, flags, count, total = _FRAME.unpack(head[: _FRAME.size])
+    magic, version, flags, count, total, checksum = _FRAME.unpack(head[: _FRAME.size])
     if magic != _FRAME_MAGIC or version != VERSION or flags > _NON_FINITE:
         raise WireError(f"worker {worker}: not a frame of version {VERSION}: {magic:#x}, {version}, flags {flags}")
     if count != payloads:
@@ -147,11 +196,23 @@ def _decode_frame(buffer: Tensor, worker: int, payloads: int) -> tuple[Frame, in
     lengths = struct.unpack_from(f"<{count}I", head, _FRAME.size)
     if total != start + sum(map(_aligned, lengths)) or total > buffer.numel():
         raise WireError(f"worker {worker}: a frame of {total} bytes does not fit its payloads or the buffer")
+    if checksum != int(_checksum(buffer[:total].view(torch.int64))):
+        raise WireError(f"worker {worker}: the checksum of a frame of {total} bytes is wrong")
     parts = []
     for length in lengths:
         parts.append(buffer[start : start + length])
         start += _aligned(length)
     return Frame(parts, finite=flags == 0), total
+
+
+def _checksum(words: Tensor) -> Tensor:
+    """The sum of all words but the checksum's own, each times an odd number of its place, modulo 2^64.
+
+    A flipped bit changes it by an odd multiple of a power of two below 2^64, which is never zero.
+    """
+    weights = 2 * torch.arange(words.numel(), device=words.device) + 1
+    weights[_CHECKSUM_WORD] = 0
+    return (words * weights).sum()
 
 
 def _frame_start(payloads: int) -> int:
@@ -163,7 +224,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def _to_tensor(data: bytes, device: torch.device) -> Tensor:

@@ -17,7 +17,16 @@ EVERY_METHOD = {
     "fp16": {},
     "bf16": {},
     "topk": {"cf": 4},
+    "dgc": {"cf": 4, "momentum": 0.0},
+    "redsync": {"cf": 4},
+    "mstopk": {"cf": 4},
+    "gaussiank": {"cf": 4},
+    "sidcoe": {"cf": 4},
+    "sidcogp": {"cf": 4},
+    "sidcop": {"cf": 4},
+    "threshold": {"threshold": 1.0, "max_density": 0.25},
     "randomk": {"cf": 4},
+    "artopk": {"cf": 4},
     "powersgd": {"rank": 1, "small_matrix_rule": False},
 }
 """Each compressor's name, with parameters under which small tensors are compressed too."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdcomp.kernels import add_mean_, largest, orthogonalise, squared_norm
+from hvdcomp.kernels import Collected, add_mean_, largest, orthogonalise, squared_norm
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
 
@@ -47,7 +47,7 @@ def test_squared_norm_tells_a_non_finite_element(bad: float) -> None:
 @settings(deadline=None)
 def test_largest_selects_exactly_k_and_nothing_smaller_than_what_it_leaves(values: list[float], k: int) -> None:
     tensor = torch.tensor(values)
-    chosen = largest(tensor, k)
+    chosen = largest(tensor, k).positions
     assert chosen.tolist() == sorted(set(chosen.tolist()))
     assert chosen.numel() == min(k, len(values))
     magnitudes = np.abs(tensor.numpy())
@@ -58,24 +58,24 @@ def test_largest_selects_exactly_k_and_nothing_smaller_than_what_it_leaves(value
 
 @pytest.mark.parametrize("values", [[-5.0, -1.0, -3.0, -2.0], [5.0, 1.0, 3.0, 2.0], [5.0, -1.0, -3.0, 2.0]])
 def test_largest_goes_by_magnitude_whatever_the_sign(values: list[float]) -> None:
-    assert largest(torch.tensor(values), 2).tolist() == [0, 2]
+    assert largest(torch.tensor(values), 2).positions.tolist() == [0, 2]
 
 
 def test_ties_are_spread_evenly_and_alike_each_time() -> None:
     ones = torch.ones(12)
-    assert largest(ones, 4).tolist() == [0, 3, 6, 9]
-    assert largest(-ones, 4).tolist() == [0, 3, 6, 9]
-    assert largest(torch.zeros(6), 2).tolist() == [0, 3]
+    assert largest(ones, 4).positions.tolist() == [0, 3, 6, 9]
+    assert largest(-ones, 4).positions.tolist() == [0, 3, 6, 9]
+    assert largest(torch.zeros(6), 2).positions.tolist() == [0, 3]
 
 
 def test_only_the_missing_are_taken_from_ties() -> None:
-    assert largest(torch.tensor([1.0, 9.0, 1.0, -1.0, -8.0, 1.0]), 4).tolist() == [0, 1, 3, 4]
+    assert largest(torch.tensor([1.0, 9.0, 1.0, -1.0, -8.0, 1.0]), 4).positions.tolist() == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_largest_survives_non_finite_values(bad: float) -> None:
-    assert largest(torch.tensor([bad, 1.0, bad, bad]), 2).numel() <= 2
-    assert largest(torch.full((4,), bad), 2).numel() <= 2
+    assert largest(torch.tensor([bad, 1.0, bad, bad]), 2).positions.numel() <= 2
+    assert largest(torch.full((4,), bad), 2).positions.numel() <= 2
 
 
 def test_largest_does_not_change_its_input() -> None:
@@ -90,19 +90,19 @@ def test_largest_does_not_change_its_input() -> None:
 
 def test_add_mean_adds_overlapping_indices_and_divides_by_workers() -> None:
     out = torch.tensor([10.0, 0.0, 0.0])
-    first = (torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2.0, 4.0]))
-    second = (torch.tensor([2], dtype=torch.int32), torch.tensor([-2.0]))
+    first = Collected(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2.0, 4.0]))
+    second = Collected(torch.tensor([2], dtype=torch.int32), torch.tensor([-2.0]))
     assert add_mean_(out, [first, second]).tolist() == [11.0, 0.0, 1.0]
 
 
 def test_add_mean_does_not_overflow_where_the_mean_is_finite() -> None:
-    share = (torch.tensor([0], dtype=torch.int32), torch.tensor([3e38]))
+    share = Collected(torch.tensor([0], dtype=torch.int32), torch.tensor([3e38]))
     assert add_mean_(torch.zeros(1), [share] * 3).item() == pytest.approx(3e38)
 
 
 def test_add_mean_takes_workers_without_anything_to_send() -> None:
-    nothing = (torch.zeros(0, dtype=torch.int32), torch.zeros(0))
-    share = (torch.tensor([1], dtype=torch.int32), torch.tensor([4.0]))
+    nothing = Collected(torch.zeros(0, dtype=torch.int32), torch.zeros(0))
+    share = Collected(torch.tensor([1], dtype=torch.int32), torch.tensor([4.0]))
     assert add_mean_(torch.zeros(2), [nothing, share]).tolist() == [0.0, 2.0]
 
 

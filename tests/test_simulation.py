@@ -36,6 +36,10 @@ def granularities(compressor: Compressor) -> list[str]:
     return ["tensor"] if compressor.needs_matrices else ["tensor", "bucket", "model"]
 
 
+def keeps_a_residual(compressor: Compressor) -> bool:
+    return compressor.error_feedback or compressor.residual_state is not None
+
+
 METHODS_AND_UNITS = [pytest.param(c, g, id=f"{c.name}-{g}") for c in every_method() for g in granularities(c)]
 
 
@@ -173,7 +177,7 @@ def test_a_world_of_one_equals_a_world_of_equal_workers(
             exact = compressor.name != "powersgd"  # a mean of four equals is exact, what BLAS makes of it is not
             assert torch.allclose(mean[name], equal[name], rtol=0, atol=0 if exact else 1e-5)
             assert torch.allclose(mean[name], near[name], rtol=1e-2 if "16" in compressor.name else 1e-4, atol=1e-5)
-            assert mean[name].any() or not grads[0][name].any() or compressor.error_feedback
+            assert mean[name].any() or not grads[0][name].any() or keeps_a_residual(compressor)
 
 
 @pytest.mark.parametrize("compressor", WITH_FEEDBACK, ids=by_name)
@@ -220,8 +224,8 @@ def test_a_gradient_that_no_worker_has_gives_zero_and_what_is_left_of_it_is_stil
 
 
 def step_that_is_skipped(world: World, good: Grads, bad: Grads, worker: int, name: str) -> None:
-    """A skipped step leaves the residuals: bitwise for the unit with the bad value on its worker, elsewhere within
-    one rounding of residual + gradient (the gradient is subtracted again)."""
+    """A skipped step leaves the residuals within one rounding of residual + gradient, which is subtracted again;
+    bitwise from the bad value's block of 64 on, where nothing was added."""
     before = residuals(world, good)
     means = world.step(bad)
     assert world.skipped
@@ -229,7 +233,8 @@ def step_that_is_skipped(world: World, good: Grads, bad: Grads, worker: int, nam
         assert mean.keys() == bad[0].keys()
         assert all(torch.isnan(tensor).all() for tensor in mean.values())
     after = residuals(world, good)
-    assert torch.equal(after[worker][name], before[worker][name])
+    where = int((~torch.isfinite(bad[worker][name].reshape(-1))).nonzero()[0]) // 64 * 64
+    assert torch.equal(after[worker][name].view(-1)[where:], before[worker][name].view(-1)[where:])
     for w in range(world.size):
         for n in before[w]:
             rounding = (before[w][n].abs() + good[w][n].abs()) * 2**-23
@@ -305,7 +310,7 @@ def test_a_skipped_step_differs_from_none_at_all_by_rounding_only(compressor: Co
     for world in (spoilt, clean):
         world.step(good)
     spoilt.step(bad)
-    if compressor.name == "randomk":  # its positions depend on the step
+    if compressor.name in ("randomk", "artopk"):  # the positions, and who chooses them, depend on the step
         clean.step_count += 1
     for _ in range(3):
         mean, other = spoilt.step(good)[0]["w"], clean.step(good)[0]["w"]
@@ -575,7 +580,7 @@ def test_exchanges_between_threads_equal_the_simulation_under_gravac(
 
     world = World(3, compressor, schedule=gravac(), granularity=granularity)
     real = ExchangeWorld(
-        3, compressor, random_grads(1)[0], schedules=[gravac() for _ in range(3)], granularity=granularity
+        3, world.compression, random_grads(1)[0], schedules=[gravac() for _ in range(3)], granularity=granularity
     )
     for step in range(8):
         grads = random_grads(3, seed=step)

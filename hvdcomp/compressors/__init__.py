@@ -5,15 +5,55 @@ from __future__ import annotations
 from typing import Any
 
 from hvdcomp.checks import check_choice
+from hvdcomp.compressors.artopk import ARTopK
+from hvdcomp.compressors.atomo import ATOMO
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bf16 import BF16
+from hvdcomp.compressors.dgc import DGC
 from hvdcomp.compressors.fp16 import FP16
+from hvdcomp.compressors.gaussiank import GaussianK
+from hvdcomp.compressors.int8 import Int8
+from hvdcomp.compressors.mstopk import MSTopK
+from hvdcomp.compressors.natural import Natural
 from hvdcomp.compressors.none import NoCompression
+from hvdcomp.compressors.onebit import EFSignSGD, OneBit
 from hvdcomp.compressors.powersgd import PowerSGD
+from hvdcomp.compressors.qsgd import QSGD
 from hvdcomp.compressors.randomk import RandomK
+from hvdcomp.compressors.redsync import RedSync
+from hvdcomp.compressors.sidco import SIDCoE, SIDCoGP, SIDCoP
+from hvdcomp.compressors.signsgd import SignSGD, Signum
+from hvdcomp.compressors.terngrad import TernGrad
+from hvdcomp.compressors.threshold import Threshold
 from hvdcomp.compressors.topk import TopK
 
-_REGISTRY: dict[str, type[Compressor]] = {cls.name: cls for cls in (NoCompression, FP16, BF16, TopK, RandomK, PowerSGD)}
+_METHODS: tuple[type[Compressor], ...] = (
+    NoCompression,
+    FP16,
+    BF16,
+    TopK,
+    DGC,
+    RedSync,
+    MSTopK,
+    GaussianK,
+    Threshold,
+    SIDCoE,
+    SIDCoGP,
+    SIDCoP,
+    RandomK,
+    ARTopK,
+    PowerSGD,
+    SignSGD,
+    Signum,
+    EFSignSGD,
+    OneBit,
+    QSGD,
+    TernGrad,
+    Natural,
+    Int8,
+    ATOMO,
+)
+_REGISTRY: dict[str, type[Compressor]] = {cls.name: cls for cls in _METHODS}
 
 
 def available() -> dict[str, type[Compressor]]:
@@ -34,12 +74,30 @@ def create(name: str, **parameters: Any) -> Compressor:
 
 
 __all__ = [
+    "ATOMO",
     "BF16",
+    "DGC",
     "FP16",
+    "QSGD",
+    "ARTopK",
     "Compressor",
+    "EFSignSGD",
+    "GaussianK",
+    "Int8",
+    "MSTopK",
+    "Natural",
     "NoCompression",
+    "OneBit",
     "PowerSGD",
     "RandomK",
+    "RedSync",
+    "SIDCoE",
+    "SIDCoGP",
+    "SIDCoP",
+    "SignSGD",
+    "Signum",
+    "TernGrad",
+    "Threshold",
     "TopK",
     "available",
     "create",

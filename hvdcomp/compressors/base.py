@@ -36,6 +36,12 @@ class Compressor(ABC):
     """The method uses a tensor's shape, so that tensors cannot be put together before it."""
     default_exclude: ClassVar[tuple[str, ...]] = ("1d",)
     """What stays dense unless the user says otherwise: "1d", tensors with fewer than two dimensions, or nothing."""
+    takes_momentum: bool = False
+    """The method applies the optimizer's momentum and weight decay itself, so the optimizer must step without them."""
+    keeps_gradients: ClassVar[bool] = False
+    """State holds gradients, so that they come without a loss scale, in float32 or float64, as with error feedback."""
+    residual_state: ClassVar[str | None] = None
+    """The state that is the residual, for a method that has its own error feedback."""
     checks_finite: ClassVar[bool] = True
     """A step in which any worker meets a NaN or an Inf is skipped by all."""
 
@@ -51,6 +57,21 @@ class Compressor(ABC):
     @abstractmethod
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
         """What :meth:`rounds` asks for with a float32 tensor of this shape, without running it."""
+
+    def wanted(self, unit: Unit) -> int:
+        """How many of the largest elements of residual + gradient :meth:`rounds` will ask for; 0 if none.
+
+        Telling it beforehand spares a pass: they are found while the gradient is added.
+        """
+        return 0
+
+    def as_selector(self) -> Compressor:
+        """What an adaptive schedule uses: it evaluates selections of residual + gradient, so no other state may be."""
+        return self
+
+    def for_excluded(self) -> Compressor | None:
+        """What exchanges the tensors that are excluded; None leaves that to :class:`NoCompression`."""
+        return None
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Horovod's interface, one round: what to hand to the collective, and what :meth:`decompress` needs.

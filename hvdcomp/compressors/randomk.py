@@ -12,6 +12,7 @@ from torch import Tensor
 from hvdcomp.checks import check_count
 from hvdcomp.compressors.requests import Allreduce, Rounds, SharedSparse, Unit, Volume
 from hvdcomp.compressors.sparsifier import Sparsifier
+from hvdcomp.kernels import Collected
 
 
 def shared_seed(*parts: object) -> int:
@@ -40,14 +41,15 @@ class RandomK(Sparsifier):
         super().__init__(cf, error_feedback)
         self.seed = check_count("seed", seed, 0, hint="the same on all workers")
 
-    def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Tensor:
+    def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
         generator = np.random.default_rng(shared_seed(self.seed, unit.step, level, unit.name))
-        positions = generator.choice(values.numel(), size=k, replace=False, shuffle=False)
-        return torch.from_numpy(np.sort(positions)).to(values.device)
+        drawn = generator.choice(values.numel(), size=k, replace=False, shuffle=False)
+        positions = torch.from_numpy(np.sort(drawn)).to(values.device)
+        return Collected(positions, values[positions])
 
-    def send(self, acc: Tensor, indices: Tensor, unit: Unit) -> Rounds:
-        mean = yield Allreduce(acc[indices])
-        return SharedSparse(indices, mean, self._outcome_scale(unit, indices.numel()))
+    def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
+        mean = yield Allreduce(kept.values)
+        return SharedSparse(kept.positions, mean, self._outcome_scale(unit, mean.numel()))
 
     def sparse_requests(self, kept: int) -> list[Volume]:
         return [Volume(0, "allreduce", 4 * kept)]

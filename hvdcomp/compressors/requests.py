@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hvdcomp.kernels import add_mean_
+from hvdcomp.kernels import Collected, add_mean_, clear_
+
+OWN = "own."
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,14 @@ class Alltoall:
 
 
 @dataclass(frozen=True)
+class Broadcast:
+    """Answered with ``tensor`` (int32) of worker ``root``; all workers' have its size."""
+
+    tensor: Tensor
+    root: int
+
+
+@dataclass(frozen=True)
 class Decide:
     """Answered with the level to send, -1 for dense: one decision for all units and workers.
 
@@ -44,7 +54,7 @@ class Decide:
     kept_sq: tuple[Tensor, Tensor]
 
 
-Request = Allreduce | Allgather | Alltoall | Decide
+Request = Allreduce | Allgather | Alltoall | Broadcast | Decide
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,15 @@ class Volume:
     phase: int
     kind: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What the wrapped optimizer's parameter group says of a unit."""
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
 
 
 @dataclass
@@ -66,7 +85,11 @@ class Unit:
         worker, workers: this worker's index, and how many there are.
         step: exchanges made before this one.
         levels: the two compression factors to evaluate under an adaptive schedule, None under a static one.
-        state: tensors that the compressor keeps from step to step; changed only when a step is committed.
+        hyper: the optimizer's settings, for methods that take them over.
+        state: tensors that the compressor keeps from step to step; changed only when a step is committed. A name that
+            begins with :data:`OWN` marks one that differs between workers, and is averaged when their number changes.
+        next_state: what ``state`` becomes if the step is committed, for methods that find it while they select.
+        candidates: elements of ``acc`` with the :meth:`Compressor.wanted` largest, if adding the gradient found them.
     """
 
     name: str
@@ -75,7 +98,10 @@ class Unit:
     workers: int = 1
     step: int = 0
     levels: tuple[float, float] | None = None
+    hyper: Hyper = Hyper()
     state: dict[str, Tensor] = field(default_factory=dict)
+    next_state: dict[str, Tensor] = field(default_factory=dict)
+    candidates: Collected | None = None
 
     @property
     def numel(self) -> int:
@@ -87,6 +113,8 @@ class Reduced(ABC):
 
     state: dict[str, Tensor] | None = None
     """What :attr:`Unit.state` becomes when the step is committed; None leaves it."""
+    ignores_scale: ClassVar[bool] = False
+    """The mean is the same whatever the loss scale of the gradients was, so that it is yet to be multiplied by it."""
 
     @abstractmethod
     def write_mean_(self, out: Tensor) -> None:
@@ -119,16 +147,23 @@ class Dense(Reduced):
 
 @dataclass
 class Sparse(Reduced):
-    """Some elements were sent; ``contributions`` holds one ``(indices, values)`` a worker."""
+    """Some elements were sent; ``contributions`` holds what each worker's payload decodes to."""
 
-    contributions: list[tuple[Tensor, Tensor]]
-    own_indices: Tensor
+    contributions: list[Collected]
+    own: int
+    """This worker's index."""
+    exact: bool
+    """Values travelled without loss, so that nothing of them is left behind."""
 
     def write_mean_(self, out: Tensor) -> None:
         add_mean_(out.zero_(), self.contributions)
 
     def settle_(self, acc: Tensor) -> None:
-        acc[self.own_indices] = 0
+        sent = self.contributions[self.own]
+        if self.exact:
+            clear_(acc, sent.positions)
+        else:
+            acc.index_add_(0, sent.positions, sent.values.to(acc.dtype), alpha=-1)
 
 
 @dataclass
@@ -140,10 +175,10 @@ class SharedSparse(Reduced):
     scale: float = 1.0
 
     def write_mean_(self, out: Tensor) -> None:
-        out.zero_()[self.indices] = (self.values * self.scale).to(out.dtype)
+        out.zero_().index_copy_(0, self.indices, (self.values * self.scale).to(out.dtype))
 
     def settle_(self, acc: Tensor) -> None:
-        acc[self.indices] = 0
+        clear_(acc, self.indices)
 
     def finite(self) -> bool:
         return bool(torch.isfinite(self.values).all())

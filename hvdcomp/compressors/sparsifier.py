@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.checks import check_flag, check_number
+from hvdcomp.checks import check_choice, check_flag, check_number
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.dense import dense_rounds
-from hvdcomp.compressors.requests import Decide, Request, Rounds, Unit, Volume
-from hvdcomp.kernels import squared_norm
+from hvdcomp.compressors.requests import Allgather, Decide, Request, Rounds, Sparse, Unit, Volume
+from hvdcomp.kernels import Collected, largest, squared_norm
+from hvdcomp.wire import VALUE_TYPES, decode_sparse, encode_sparse, largest_sparse_nbytes
 
 _ROUNDING = 1e-12
 """Lets a quotient that is whole on paper (1000 / 2.5 elements) survive its floating point."""
@@ -24,8 +25,16 @@ def kept_elements(numel: int, cf: float) -> int:
     return min(numel, max(1, int(numel / cf * (1 + _ROUNDING))))
 
 
+def limited(found: Collected, k: int, most: int, values: Tensor) -> Collected:
+    """What a threshold found: the k largest of it where it is more than ``most``, the largest of all where nothing."""
+    if found.values.numel() > most:
+        kept = largest(found.values, k)
+        return Collected(found.positions[kept.positions], kept.values)
+    return found if found.values.numel() else largest(values, 1)
+
+
 class Sparsifier(Compressor):
-    """Sends ``k = max(1, floor(numel / cf))`` elements a unit.
+    """Sends about ``k = max(1, floor(numel / cf))`` elements a unit.
 
     Under an adaptive schedule both of its levels are selected, the second among what the first kept ("multi-level
     compression", GraVAC, Algorithm 1), and the schedule says which of them is sent, or that all is.
@@ -40,11 +49,15 @@ class Sparsifier(Compressor):
         )
 
     @abstractmethod
-    def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Tensor:
-        """Ascending int64 positions of the ``k`` elements of the 1-D ``values`` that are kept."""
+    def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
+        """The elements of the 1-D ``values`` that are kept: ``k`` of them, or about so many.
+
+        Args:
+            values: all of ``acc`` at level 0, what level 0 kept at level 1.
+        """
 
     @abstractmethod
-    def send(self, acc: Tensor, indices: Tensor, unit: Unit) -> Rounds:
+    def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
         """The rounds that send the chosen elements of ``acc``."""
 
     @abstractmethod
@@ -57,7 +70,7 @@ class Sparsifier(Compressor):
         if self.cf == 1 or acc.numel() == 0:
             return (yield from dense_rounds(acc, unit))
         kept = self.select(acc, kept_elements(acc.numel(), self.cf), unit, level=0)
-        return (yield from self.send(acc, kept, unit))
+        return (yield from self.send(kept, acc, unit))
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
         numel = torch.Size(shape).numel()
@@ -69,18 +82,20 @@ class Sparsifier(Compressor):
         kept = yield from self._choose(acc, unit, levels)
         if kept is None or acc.numel() == 0:
             return (yield from dense_rounds(acc, unit))
-        return (yield from self.send(acc, kept, unit))
+        return (yield from self.send(kept, acc, unit))
 
-    def _choose(self, acc: Tensor, unit: Unit, levels: tuple[float, float]) -> Generator[Request, Any, Tensor | None]:
-        """The indices that the schedule chose to send, None for all of them."""
+    def _choose(
+        self, acc: Tensor, unit: Unit, levels: tuple[float, float]
+    ) -> Generator[Request, Any, Collected | None]:
+        """The elements that the schedule chose to send, None for all of them."""
         lowest, candidate = levels
         first = self.select(acc, kept_elements(acc.numel(), lowest), unit, level=0)
-        first_values = acc[first]
-        first_sq = squared_norm(first_values)
+        first_sq = squared_norm(first.values)
         second, second_sq = first, first_sq
         if candidate != lowest:
-            among = self.select(first_values, kept_elements(first.numel(), candidate / lowest), unit, level=1)
-            second, second_sq = first[among], squared_norm(first_values[among])
+            k = kept_elements(first.values.numel(), candidate / lowest)
+            among = self.select(first.values, k, unit, level=1)
+            second, second_sq = Collected(first.positions[among.positions], among.values), squared_norm(among.values)
         level = yield Decide((first_sq, second_sq))
         chosen = {-1: None, 0: first, 1: second}[level]
         return None if levels[level] == 1 else chosen
@@ -88,3 +103,52 @@ class Sparsifier(Compressor):
     def _outcome_scale(self, unit: Unit, kept: int) -> float:
         """Unsent elements are made up for by the residual, or, without one, by scaling what is sent."""
         return 1.0 if self.error_feedback else unit.numel / kept
+
+
+class GatheredSparsifier(Sparsifier):
+    """A sparsifier whose workers choose different elements, so that values and positions travel by allgather.
+
+    Args:
+        cf: compression factor >= 1 by the papers' definition, original floats / sent floats; 1 sends all, by allreduce.
+        values: type of the values on the wire: "fp32", "fp16", "bf16" or "int8"; what they round off stays behind.
+        error_feedback: keep what was not sent for the next step.
+    """
+
+    collective: ClassVar[str] = "allgather"
+
+    def __init__(self, cf: float = 100.0, values: str = "fp32", error_feedback: bool = True) -> None:
+        super().__init__(cf, error_feedback)
+        self.values = check_choice("type of values", values, VALUE_TYPES)
+
+    def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
+        payloads = yield Allgather(encode_sparse(kept.positions, kept.values, unit.numel, self.values))
+        received = [decode_sparse(payload, unit.numel) for payload in payloads]
+        return Sparse(received, unit.worker, exact=self.values == "fp32")
+
+    def sparse_requests(self, kept: int) -> list[Volume]:
+        return [Volume(0, "allgather", largest_sparse_nbytes(self.most(kept), self.values))]
+
+    def most(self, k: int) -> int:
+        """The largest number of elements that is sent where ``k`` are wanted."""
+        return k
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        flat = tensor.detach().reshape(-1)
+        flat = flat if flat.dtype.itemsize >= 4 else flat.float()
+        kept = self.select(flat, kept_elements(flat.numel(), self.cf), Unit("", tensor.shape), level=0)
+        payload = encode_sparse(kept.positions, kept.values, flat.numel(), self.values)
+        return payload, (tensor.shape, tensor.dtype)
+
+    def decompress(self, payload: Tensor, ctx: Any) -> Tensor:
+        shape, dtype = ctx
+        kept = decode_sparse(payload, shape.numel())
+        dense = kept.values.new_zeros(shape.numel())
+        dense.index_copy_(0, kept.positions.long(), kept.values)
+        return dense.view(shape).to(dtype)
+
+
+class ThresholdSparsifier(GatheredSparsifier):
+    """A sparsifier that estimates a threshold: about k elements are sent, and k where it would be 2k or more."""
+
+    def most(self, k: int) -> int:
+        return max(1, 2 * k - 1)

@@ -1,5 +1,428 @@
-"""The loops over whole gradients, as plain functions on 1-D tensors; kernels know nothing of compressors."""
+"""The loops over whole gradients, as plain functions on flat tensors; kernels know nothing of compressors.
 
-from hvdcomp.kernels.torch_ops import add_mean_, largest, orthogonalise, squared_norm
+Each has one meaning and two implementations: numba for float32 on the CPU (:mod:`hvdcomp.kernels.cpu`), torch
+operations for every other type and device (:mod:`hvdcomp.kernels.torch_ops`). Which one runs is decided here.
+"""
 
-__all__ = ["add_mean_", "largest", "orthogonalise", "squared_norm"]
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdcomp.kernels import codes, torch_ops
+from hvdcomp.kernels.torch_ops import orthogonalise, squared_norm
+
+__all__ = [
+    "Accumulation",
+    "Collected",
+    "Moments",
+    "Tail",
+    "accumulate",
+    "add_mean_",
+    "clear_",
+    "collect",
+    "collect_above",
+    "count_at_least",
+    "largest",
+    "mean_log",
+    "moments",
+    "orthogonalise",
+    "pack_bits",
+    "packed_nbytes",
+    "squared_norm",
+    "tail",
+    "unpack_bits",
+]
+
+_T = TypeVar("_T")
+
+_SAMPLE = 32768
+_CANCELLED = 1e-6
+"""Share of the squares below which a difference of float32 sums says nothing."""
+_SQUARES_LOW = 1e-25
+"""A sum of float32 squares below this has lost some to underflow."""
+_SMALL = 4096
+"""Elements up to which a selection sorts all of them."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Some elements of a tensor: ascending int32 positions, and their values."""
+
+    positions: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """What :func:`accumulate` did.
+
+    Attributes:
+        written: ranges of the residual that hold the sum; all of it unless a sum was not finite.
+        gradient_sq: sum of squares of the gradient, without the factor.
+        total_sq: of the sum.
+        candidates: elements among which the wanted largest are, None where that is not known.
+    """
+
+    written: list[tuple[int, int]]
+    gradient_sq: float
+    total_sq: float
+    finite: bool
+    candidates: Collected | None
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over a tensor, from one pass.
+
+    Attributes:
+        count: elements.
+        total: sum of the values.
+        total_abs: of their magnitudes.
+        total_sq: of their squares.
+        largest: the largest magnitude, 0 of none.
+    """
+
+    count: int
+    total: float
+    total_abs: float
+    total_sq: float
+    largest: float
+
+    @property
+    def mean_abs(self) -> float:
+        """The mean magnitude; at most the largest one, whatever rounding does."""
+        return min(self.total_abs / max(self.count, 1), self.largest)
+
+    @property
+    def variance_abs(self) -> float:
+        """The unbiased variance of the magnitudes, exactly 0 where it is within float32's rounding of 0."""
+        return self._variance(self.total_abs)
+
+    @property
+    def variance(self) -> float:
+        """The unbiased variance of the values, exactly 0 where it is within float32's rounding of 0."""
+        return self._variance(self.total)
+
+    def _variance(self, total: float) -> float:
+        centred = self.total_sq - total * total / max(self.count, 1)
+        return centred / (self.count - 1) if self.count > 1 and centred > _CANCELLED * self.total_sq else 0.0
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A tensor's elements with a magnitude of at least ``bound``."""
+
+    found: Collected
+    bound: float
+
+    def counter(self) -> Callable[[float], int]:
+        """Counts the elements that reach a threshold: exactly at or above ``bound``, below it those that reach it."""
+        ascending = self.found.values.abs().sort().values
+
+        def count(threshold: float) -> int:
+            limit = torch.tensor(threshold, dtype=ascending.dtype, device=ascending.device)
+            return ascending.numel() - int(torch.searchsorted(ascending, limit))
+
+        return count
+
+    def at_least(self, threshold: float) -> Collected:
+        """The elements that reach a threshold that is not below ``bound``."""
+        chosen = (self.found.values.abs() >= threshold).nonzero().flatten()
+        return Collected(self.found.positions[chosen], self.found.values[chosen])
+
+
+def accumulate(residual: Tensor, gradient: Tensor, factor: float, wanted: int = 0) -> Accumulation:
+    """residual += factor * gradient, in one pass that also takes the norms and looks for the largest sums.
+
+    From the first block of 64 elements in which a sum is not finite, the residual is left as it was.
+
+    Args:
+        residual: (n,) float32 or float64.
+        gradient: (n,) any float type.
+        wanted: how many of the largest sums will be asked for.
+    """
+    if not (_is_compiled(residual) and _is_compiled(gradient)):
+        return _accumulate_anywhere(residual, gradient, factor)
+    threshold = _sampled_threshold(residual, gradient, factor, wanted)
+
+    def run(start: int, end: int) -> tuple[int, float, float, Collected | None]:
+        positions, values = _room(_share(wanted, end - start, residual.numel()) if math.isfinite(threshold) else 0)
+        written, gradient_sq, total_sq, count = _cpu().accumulate(
+            residual.numpy()[start:end], gradient.numpy()[start:end], np.float32(factor), np.float32(threshold),
+            positions, values,
+        )  # fmt: skip
+        return start + written, gradient_sq, total_sq, _collected(positions, values, count, start)
+
+    ranges = _ranges(residual.numel())
+    results = _in_threads(run, ranges)
+    finite = all(result[0] == end for result, (_, end) in zip(results, ranges, strict=True))
+    return Accumulation(
+        written=[(start, result[0]) for result, (start, _) in zip(results, ranges, strict=True)],
+        gradient_sq=_finite_sum([result[1] for result in results], gradient),
+        total_sq=_finite_sum([result[2] for result in results], residual),
+        finite=finite,
+        candidates=_joined([result[3] for result in results], wanted) if finite and math.isfinite(threshold) else None,
+    )
+
+
+def _accumulate_anywhere(residual: Tensor, gradient: Tensor, factor: float) -> Accumulation:
+    total = torch.add(residual, gradient, alpha=factor)
+    total_sq = float(squared_norm(total))
+    finite = math.isfinite(total_sq) or bool(torch.isfinite(total).all())
+    if finite:
+        residual.copy_(total)
+    written = [(0, residual.numel())] if finite else []
+    return Accumulation(written, float(squared_norm(gradient)), total_sq, finite, None)
+
+
+def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Collected:
+    """The ``k`` elements of largest magnitude of a 1-D tensor; all of them where it has no more.
+
+    Elements that tie at the k-th magnitude are taken at even distances among their like: the choice depends on the
+    values alone, so that equal inputs select equally on every rank, and no end of the tensor is preferred.
+
+    Args:
+        candidates: elements that hold the k largest and all that tie with the smallest of them, if known.
+    """
+    if candidates is None and _is_compiled(values) and values.numel() > _SMALL and k * 4 <= values.numel():
+        candidates = _at_least_k(values, k)
+    if candidates is None:
+        positions = torch_ops.largest(values, k)
+        return Collected(positions.to(torch.int32), values[positions])
+    chosen = torch_ops.largest(candidates.values, k)
+    return Collected(candidates.positions[chosen], candidates.values[chosen])
+
+
+def add_mean_(out: Tensor, contributions: Sequence[Collected]) -> Tensor:
+    """Add to the 1-D ``out`` the mean of sparse vectors, one a worker, in worker order.
+
+    Each worker's positions are unique and known to be in range, so that the sum does not depend on any thread's pace.
+    """
+    workers = len(contributions)
+    for worker in contributions:
+        if _is_compiled(out) and worker.positions.dtype == torch.int32 and worker.values.dtype == torch.float32:
+            _cpu().add_at(out.numpy(), worker.positions.numpy(), worker.values.numpy(), np.float32(workers))
+        else:
+            out.index_add_(0, worker.positions, worker.values.to(out.dtype) / workers)
+    return out
+
+
+def clear_(values: Tensor, positions: Tensor) -> None:
+    """Set the elements at ``positions`` (int32 or int64) to zero."""
+    if _is_compiled(values) and positions.dtype == torch.int32:
+        _cpu().clear(values.numpy(), positions.numpy())
+    else:
+        values.index_fill_(0, positions.to(torch.int64), 0)
+
+
+def collect(values: Tensor, threshold: float, expected: int) -> Collected:
+    """The elements with a magnitude of at least ``threshold``.
+
+    Args:
+        expected: about how many there will be; a wrong guess costs time, nothing else.
+    """
+    found = _collect_compiled(values, threshold, expected) if _is_compiled(values) else None
+    if found is not None:
+        return found
+    positions = (values.abs() >= threshold).nonzero().flatten()
+    return Collected(positions.to(torch.int32), values[positions])
+
+
+def collect_above(values: Tensor, threshold: float, expected: int) -> Collected:
+    """The elements with a magnitude larger than ``threshold``; see :func:`collect`."""
+    return collect(values, _next_above(threshold, values.dtype), expected)
+
+
+def count_at_least(values: Tensor, threshold: float) -> int:
+    """How many elements of a 1-D tensor have a magnitude of at least ``threshold``."""
+    if not _is_compiled(values):
+        return int((values.abs() >= threshold).sum())
+    source, bound = values.numpy(), np.float32(threshold)
+    return sum(_in_threads(lambda a, b: int(_cpu().count(source[a:b], bound)), _ranges(values.numel())))
+
+
+def moments(values: Tensor) -> Moments:
+    """The sums of a 1-D tensor that methods which fit a distribution need, in one pass."""
+    if _is_compiled(values):
+        source = values.numpy()
+        parts = _in_threads(lambda a, b: _cpu().moments(source[a:b]), _ranges(values.numel()))
+        total, total_abs, total_sq = (sum(column) for column in list(zip(*parts, strict=True))[:3])
+        found = Moments(values.numel(), total, total_abs, total_sq, float(max(part[3] for part in parts)))
+        if _SQUARES_LOW < total_sq < math.inf or found.largest in (0.0, math.inf):
+            return found
+    return Moments(values.numel(), *torch_ops.moments(values))
+
+
+def mean_log(values: Tensor) -> float:
+    """The mean logarithm of the magnitudes that are not zero, from a strided sample; nan where it meets zeros only."""
+    sample = values[:: -(-values.numel() // _SAMPLE) or 1].abs()
+    return float(sample[sample > 0].double().log().mean())
+
+
+def tail(values: Tensor, at_least: int) -> Tail:
+    """The largest elements of a 1-D tensor: all beyond a bound that at least ``at_least`` reach, if there are so many.
+
+    The bound is estimated from a sample, so that there are as a rule few more than asked for.
+    """
+    if values.numel() > _SMALL and 0 < at_least * 4 <= values.numel():
+        sample = values[:: -(-values.numel() // _SAMPLE)].abs().cpu()
+        bound = _threshold_of(sample, at_least / values.numel())
+        found = collect(values, bound, at_least) if math.isfinite(bound) else None
+        if found is not None and found.positions.numel() >= at_least:
+            return Tail(found, bound)
+    every = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    return Tail(Collected(every, values), 0.0)
+
+
+def packed_nbytes(count: int, width: int) -> int:
+    """Bytes of ``count`` numbers of ``width`` bits."""
+    return -(-count * width // 8)
+
+
+def pack_bits(values: Tensor, width: int) -> Tensor:
+    """The low ``width`` bits (0 to 32) of non-negative numbers as uint8, in a row, least significant first."""
+    if values.device.type != "cpu":
+        return torch_ops.pack_bits(values, width)
+    out = np.empty(packed_nbytes(values.numel(), width), dtype=np.uint8)
+    _cpu().pack_bits(values.to(torch.int64).numpy(), width, out)
+    return torch.from_numpy(out)
+
+
+def unpack_bits(data: Tensor, count: int, width: int) -> Tensor:
+    """The (count,) int64 numbers of :func:`pack_bits`; ``data`` must hold ``packed_nbytes(count, width)`` bytes."""
+    if data.device.type != "cpu":
+        return torch_ops.unpack_bits(data, count, width)
+    out = np.empty(count, dtype=np.int64)
+    _cpu().unpack_bits(data.numpy(), width, out)
+    return torch.from_numpy(out)
+
+
+# -- how the compiled loops are used
+
+
+@cache
+def _cpu() -> ModuleType:
+    """numba is imported, and its cached code loaded, when it is first needed."""
+    from hvdcomp.kernels import cpu
+
+    return cpu
+
+
+def _is_compiled(values: Tensor) -> bool:
+    return values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
+
+
+def _sampled_threshold(residual: Tensor, gradient: Tensor, factor: float, wanted: int) -> float:
+    """A magnitude that a little more than ``wanted`` sums reach, from a strided sample; inf where none is needed."""
+    numel = residual.numel()
+    if not 0 < wanted * 4 <= numel or numel <= _SMALL:
+        return math.inf
+    stride = -(-numel // _SAMPLE)
+    return _threshold_of((residual[::stride] + gradient[::stride] * factor).abs(), wanted / numel)
+
+
+def _threshold_of(sample: Tensor, share: float) -> float:
+    """A quantile of the sample that ``share`` of the whole is all but sure to reach: four standard deviations lower."""
+    expected = sample.numel() * share
+    rank = min(sample.numel(), math.ceil(expected + 4 * math.sqrt(expected) + 4))
+    threshold = float(np.partition(sample.numpy(), sample.numel() - rank)[sample.numel() - rank])
+    return threshold if threshold > 0 else math.inf
+
+
+def _at_least_k(values: Tensor, k: int) -> Collected | None:
+    stride = -(-values.numel() // _SAMPLE)
+    threshold = _threshold_of(values[::stride].abs(), k / values.numel())
+    found = _collect_compiled(values, threshold, k) if math.isfinite(threshold) else None
+    return found if found is not None and found.positions.numel() >= k else None
+
+
+def _collect_compiled(values: Tensor, threshold: float, expected: int) -> Collected | None:
+    """None where there are far more elements than expected."""
+
+    def run(start: int, end: int) -> Collected | None:
+        positions, found = _room(_share(expected, end - start, values.numel()))
+        count = _cpu().collect(values.numpy()[start:end], np.float32(threshold), positions, found)
+        return _collected(positions, found, count, start)
+
+    return _joined(_in_threads(run, _ranges(values.numel())), 0)
+
+
+def _finite_sum(squares: list[float], values: Tensor) -> float:
+    """The sum of squares; taken again in float64 where it left float32's range."""
+    total = sum(squares)
+    return total if math.isfinite(total) else float(squared_norm(values))
+
+
+def _next_above(threshold: float, dtype: torch.dtype) -> float:
+    """The smallest number of the type that is larger than ``threshold``."""
+    if dtype == torch.float64:
+        return math.nextafter(threshold, math.inf)
+    with np.errstate(over="ignore"):
+        near = np.float32(threshold)
+    return float(near if float(near) > threshold else np.nextafter(near, np.float32(np.inf)))
+
+
+def _share(expected: int, part: int, whole: int) -> int:
+    return -(-expected * part // max(whole, 1))
+
+
+def _room(expected: int) -> tuple[np.ndarray, np.ndarray]:
+    """Twice the expected number and some more; what is not touched costs no memory."""
+    capacity = 2 * expected + _SMALL if expected else 0
+    return np.empty(capacity, dtype=np.int32), np.empty(capacity, dtype=np.float32)
+
+
+def _collected(positions: np.ndarray, values: np.ndarray, count: int, start: int) -> Collected | None:
+    if count < 0:
+        return None
+    if start:
+        positions[:count] += start
+    return Collected(torch.from_numpy(positions[:count]), torch.from_numpy(values[:count]))
+
+
+def _joined(parts: Sequence[Collected | None], at_least: int) -> Collected | None:
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or sum(part.positions.numel() for part in found) < at_least:
+        return None
+    if len(found) == 1:
+        return found[0]
+    return Collected(torch.cat([part.positions for part in found]), torch.cat([part.values for part in found]))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="hvdcomp-kernel")
+
+
+def _ranges(numel: int) -> list[tuple[int, int]]:
+    """A range for each of PyTorch's threads, whole blocks each."""
+    threads = torch.get_num_threads() if numel > 16 * _SMALL else 1
+    size = -(-numel // threads // 64) * 64 or 1
+    return [(start, min(start + size, numel)) for start in range(0, numel, size)] or [(0, 0)]
+
+
+def _in_threads(run: Callable[[int, int], _T], ranges: list[tuple[int, int]]) -> list[_T]:
+    if len(ranges) == 1:
+        return [run(*ranges[0])]
+    return list(_pool(len(ranges)).map(lambda bounds: run(*bounds), ranges))
+
+
+def warm_up() -> None:
+    """Compile or load every loop now rather than within the first step."""
+    ones: Any = torch.ones(2 * _SMALL)
+    accumulate(ones, ones, 1.0, wanted=8)
+    largest(ones, 8)
+    moments(ones)
+    count_at_least(ones, 1.0)
+    unpack_bits(pack_bits(torch.arange(8), 3), 8, 3)
+    codes.warm_up()

@@ -20,6 +20,17 @@ def squared_norm(values: Tensor) -> Tensor:
     return total
 
 
+def moments(values: Tensor) -> tuple[float, float, float, float]:
+    """(sum, sum of magnitudes, sum of squares, largest magnitude) of a 1-D tensor, in float64."""
+    if not values.numel():
+        return 0.0, 0.0, 0.0, 0.0
+    exact = values.double()
+    magnitude = exact.abs()
+    found = torch.stack([exact.sum(), magnitude.sum(), exact.square().sum(), magnitude.max()])
+    total, total_abs, total_sq, top = found.tolist()
+    return total, total_abs, total_sq, top
+
+
 def largest(values: Tensor, k: int) -> Tensor:
     """Ascending int64 indices of the ``k`` elements of largest magnitude in a 1-D tensor.
 
@@ -45,16 +56,6 @@ def _kth_largest(magnitude: Tensor, k: int) -> Tensor:
     return magnitude.topk(k, sorted=False).values.min()
 
 
-def add_mean_(out: Tensor, contributions: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add to the 1-D ``out`` the mean of sparse vectors, one ``(indices, values)`` pair a worker, in worker order.
-
-    Each worker's indices are unique, so that the sum does not depend on the order of the device's threads.
-    """
-    for indices, values in contributions:
-        out.index_add_(0, indices, values.to(out.dtype) / len(contributions))
-    return out
-
-
 def orthogonalise(matrix: Tensor) -> Tensor:
     """An orthonormal basis, of the same shape (rows, columns <= rows), whose span holds the matrix's columns.
 
@@ -63,3 +64,17 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     if not torch.isfinite(matrix).all():
         return torch.full_like(matrix, torch.nan)
     return torch.linalg.qr(matrix).Q
+
+
+def pack_bits(values: Tensor, width: int) -> Tensor:
+    """The low ``width`` bits of each number as uint8, one after the other, least significant first."""
+    shifts = torch.arange(width, device=values.device)
+    stream = (values.to(torch.int64).unsqueeze(1) >> shifts & 1).flatten()
+    padded = torch.nn.functional.pad(stream, (0, -stream.numel() % 8)).view(-1, 8)
+    return (padded << torch.arange(8, device=values.device)).sum(dim=1).to(torch.uint8)
+
+
+def unpack_bits(data: Tensor, count: int, width: int) -> Tensor:
+    """The reverse of :func:`pack_bits`, as int64."""
+    stream = (data.to(torch.int64).unsqueeze(1) >> torch.arange(8, device=data.device) & 1).flatten()
+    return (stream[: count * width].view(count, width) << torch.arange(width, device=data.device)).sum(dim=1)

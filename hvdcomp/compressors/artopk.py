@@ -1,0 +1,70 @@
+"""AR-Topk: one worker chooses the elements, all send theirs there by allreduce."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hvdcomp.checks import check_choice
+from hvdcomp.compressors.requests import Allgather, Allreduce, Broadcast, Rounds, SharedSparse, Unit, Volume
+from hvdcomp.compressors.sparsifier import Sparsifier, kept_elements
+from hvdcomp.errors import WireError
+from hvdcomp.kernels import Collected, largest, squared_norm
+from hvdcomp.wire import ascending_below
+
+SELECTIONS = ("star", "var")
+
+
+class ARTopK(Sparsifier):
+    """One worker's k largest elements are sent by all: its positions by broadcast, then everyone's values by allreduce.
+
+    It scales with workers as allreduce does. k = max(1, floor(numel / cf)).
+
+    Args:
+        cf: compression factor >= 1, original floats / sent floats; 1 sends all.
+        selection: whose elements: "star", worker (step modulo workers); "var", the one whose k largest have the largest
+            norm, which a first allgather of 8 bytes tells.
+        error_feedback: keep what was not sent for the next step, and send values as they are; without it they are
+            multiplied by numel / k.
+    """
+
+    name: ClassVar[str] = "artopk"
+    collective: ClassVar[str] = "allreduce"
+    source: ClassVar[str] = "Tyagi and Swany 2023 (STAR-Topk and VAR-Topk)"
+
+    def __init__(self, cf: float = 100.0, selection: str = "star", error_feedback: bool = True) -> None:
+        super().__init__(cf, error_feedback)
+        self.selection = check_choice("selection of artopk", selection, SELECTIONS)
+
+    def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
+        return largest(values, k, unit.candidates if level == 0 else None)
+
+    def wanted(self, unit: Unit) -> int:
+        cf = self.cf if unit.levels is None else unit.levels[0]
+        return 0 if cf == 1 else kept_elements(unit.numel, cf)
+
+    def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
+        root = unit.step % unit.workers
+        if self.selection == "var":
+            norms = yield Allgather(squared_norm(kept.values).view(1).view(torch.uint8))
+            root = largest_norm(norms)
+        positions = yield Broadcast(kept.positions, root)
+        if not ascending_below(positions, unit.numel):
+            raise WireError(f"indices are not ascending within [0, {unit.numel})")
+        mean = yield Allreduce(acc[positions])
+        return SharedSparse(positions.long(), mean, self._outcome_scale(unit, mean.numel()))
+
+    def sparse_requests(self, kept: int) -> list[Volume]:
+        norms = [Volume(0, "allgather", 8)] if self.selection == "var" else []
+        first = len(norms)
+        return [*norms, Volume(first, "broadcast", 4 * kept), Volume(first + 1, "allreduce", 4 * kept)]
+
+
+def largest_norm(payloads: list[Tensor]) -> int:
+    """The worker with the largest norm, the first of several; a norm that is not finite counts as zero."""
+    if any(payload.numel() != 8 for payload in payloads):
+        raise WireError(f"norms of {[payload.numel() for payload in payloads]} bytes, expected 8 from every worker")
+    norms = torch.cat([payload.clone().view(torch.float64) for payload in payloads])
+    return int(norms.nan_to_num(0.0, 0.0, 0.0).argmax())

@@ -1,0 +1,172 @@
+"""Deep Gradient Compression: a sampled threshold on a velocity that holds what was not sent, momentum included."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hvdcomp.checks import check_number
+from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.none import NoCompression
+from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Sparse, Unit
+from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements, limited
+from hvdcomp.kernels import Collected, clear_, largest, squared_norm, tail
+
+BAND = (0.8, 1.3)
+"""Elements that reach the sampled threshold / k, between which it is not corrected."""
+_CORRECTIONS = 10
+_SAMPLED_SHARE = 0.01
+
+
+class DGC(GatheredSparsifier):
+    """Every worker keeps a momentum u and a velocity v: u = m u + g, v = v + u; v is sent where it is largest.
+
+    What is sent is cleared in v, which is thereby the residual, and in u (momentum factor masking). With Nesterov,
+    u = m (u + g) and v = v + u + g. The base optimizer must apply no momentum of its own. At cf 1, and for tensors
+    that are excluded, momentum is applied to the mean gradient instead, without masking: plain momentum SGD.
+
+    The threshold is that of a sample of max(1 %, 2 n / k elements), lowered by a factor of .8 or raised by 1.3 in at
+    most 10 rounds until [.8 k, 1.3 k] elements reach it; more than that are cut by magnitude to
+    k = max(1, floor(n / cf)).
+
+    Args:
+        cf: compression factor >= 1, original floats / sent floats; 1 sends all.
+        momentum: m in [0, 1); None takes the optimizer's.
+        nesterov: None takes the optimizer's.
+        weight_decay: >= 0, times the parameters, which enters the gradient before it is accumulated; None takes the
+            optimizer's. ``hvdcomp.DistributedOptimizer`` adds it, since it knows the parameters.
+        clip: > 0, a norm; each worker clips a tensor's gradient at clip / sqrt(workers) before it is accumulated; None
+            does not clip.
+        correction: keep u and v. Without, this is the sampled threshold alone, with plain error feedback and no state:
+            what GraVAC means by DGC, and what an adaptive schedule uses.
+        values: type of the values on the wire: "fp32", "fp16", "bf16" or "int8"; what they round off stays in v.
+    """
+
+    name: ClassVar[str] = "dgc"
+    source: ClassVar[str] = "Lin et al. 2018, Algorithms 1 to 4"
+    keeps_gradients: ClassVar[bool] = True
+    residual_state: ClassVar[str | None] = "own.v"
+
+    def __init__(
+        self,
+        cf: float = 100.0,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        weight_decay: float | None = None,
+        clip: float | None = None,
+        correction: bool = True,
+        values: str = "fp32",
+    ) -> None:
+        super().__init__(cf, values, error_feedback=not correction)
+        self.correction = self.takes_momentum = correction
+        if momentum is not None and check_number("momentum", momentum, 0, 1, hint="m of u = m u + g") == 1:
+            raise ValueError("momentum must be below 1, got 1 (m of u = m u + g, which would never forget)")
+        if weight_decay is not None:
+            check_number("weight_decay", weight_decay, 0, hint="times the parameters, added to the gradient")
+        if clip is not None:
+            check_number("clip", clip, torch.finfo(torch.float32).tiny, hint="largest norm of a tensor's gradient")
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.weight_decay = weight_decay
+        self.clip = clip
+
+    def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
+        if not self.correction:
+            return (yield from super().rounds(acc, unit))
+        gradient = self._clipped(acc, unit)
+        dense = self.cf == 1 or acc.numel() == 0
+        if dense and "own.v" not in unit.state:
+            return (yield from self.momentum_after(gradient, unit))
+        u, step = self._with_momentum(unit.state.get("own.u", unit.state.get("u")), gradient, unit)
+        v = unit.state["own.v"] + step if "own.v" in unit.state else step.clone()
+        if dense:  # the factor fell to 1: all that was left behind is sent, and u masked with it
+            everything = Dense((yield Allreduce(v)))
+            everything.state = {}
+            return everything
+        kept = self.select(v, kept_elements(v.numel(), self.cf), unit, level=0)
+        outcome = yield from self.send(kept, v, unit)
+        assert isinstance(outcome, Sparse)
+        outcome.settle_(v)
+        clear_(u, outcome.contributions[outcome.own].positions)
+        outcome.state = {"own.u": u, "own.v": v}
+        return outcome
+
+    def momentum_after(self, gradient: Tensor, unit: Unit) -> Rounds:
+        """The dense path: the mean gradient, then momentum, alike on all workers."""
+        mean = yield Allreduce(gradient)
+        u, step = self._with_momentum(unit.state.get("u"), mean.view(-1), unit)
+        outcome = Dense(step)
+        outcome.state = {"u": u}
+        return outcome
+
+    def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
+        if k >= values.numel():
+            return largest(values, k)
+        threshold = sampled_threshold(values, k)
+        top = tail(values, self.most(k) + 1)
+        count = top.counter()
+        for _ in range(_CORRECTIONS):
+            reached = count(threshold)
+            if reached < BAND[0] * k:
+                threshold *= BAND[0]
+            elif reached > BAND[1] * k:
+                threshold *= BAND[1]
+            else:
+                break
+        found = top.at_least(threshold) if threshold >= top.bound else top.found
+        return limited(found, k, self.most(k), values)
+
+    def most(self, k: int) -> int:
+        return max(1, int(BAND[1] * k))
+
+    def for_excluded(self) -> Compressor | None:
+        return MomentumAfter(self) if self.correction else None
+
+    def as_selector(self) -> Compressor:
+        return self.with_parameters(correction=False)
+
+    def _clipped(self, gradient: Tensor, unit: Unit) -> Tensor:
+        if self.clip is None:
+            return gradient
+        limit = self.clip / math.sqrt(unit.workers)
+        norm = math.sqrt(float(squared_norm(gradient)))
+        return gradient * (limit / norm) if norm > limit else gradient
+
+    def _with_momentum(self, u: Tensor | None, gradient: Tensor, unit: Unit) -> tuple[Tensor, Tensor]:
+        """The new u, and what is added to v, or without compression applied; the same tensor without Nesterov."""
+        momentum = unit.hyper.momentum if self.momentum is None else self.momentum
+        nesterov = unit.hyper.nesterov if self.nesterov is None else self.nesterov
+        u = torch.zeros_like(gradient) if u is None else u
+        if nesterov:
+            u = (u + gradient) * momentum
+            return u, u + gradient
+        u = torch.add(gradient, u, alpha=momentum)
+        return u, u
+
+
+class MomentumAfter(NoCompression):
+    """What DGC leaves uncompressed: momentum on the mean gradient, as the optimizer would apply it.
+
+    Args:
+        dgc: whose momentum and clipping it has.
+    """
+
+    keeps_gradients: ClassVar[bool] = True
+
+    def __init__(self, dgc: DGC) -> None:
+        self.dgc = dgc
+
+    def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
+        return (yield from self.dgc.momentum_after(self.dgc._clipped(acc, unit), unit))
+
+
+def sampled_threshold(values: Tensor, k: int) -> float:
+    """The magnitude that a share k / n of a strided sample reaches."""
+    numel = values.numel()
+    size = min(numel, max(int(_SAMPLED_SHARE * numel), math.ceil(2 * numel / k)))
+    sample = values[:: max(1, numel // max(size, 1))].abs()
+    among = max(1, min(sample.numel(), int(sample.numel() * k / numel)))
+    return float(sample.topk(among, sorted=False).values.min())

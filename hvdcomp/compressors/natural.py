@@ -1,0 +1,59 @@
+"""Natural compression: each element as a power of two, rounded at random."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hvdcomp.compressors.quantised import join, split
+from hvdcomp.compressors.requests import Unit
+from hvdcomp.compressors.stochastic import Stochastic
+from hvdcomp.kernels.codes import add_lookup_
+
+_ZERO = 127
+"""The code of zero; 0 to 126 are powers of two, counted down from the tensor's largest, and bit 7 is the sign."""
+
+
+class Natural(Stochastic):
+    """Sends sign(v) * 2^e, e being log2 |v| rounded down or up so that the mean is v: 8 bits an element.
+
+    The paper takes 9 bits; here the exponent counts down from the tensor's largest, and what is smaller by more than a
+    factor of 2^125 is sent as zero or as the least power, without bias too. Only above 2^127 (2^1023 for float64) there
+    is no power to round up to. The relative variance is at most 1/8: every tensor is compressed, as in the paper.
+
+    Args:
+        seed: a whole number >= 0, the same on all workers, which draw different numbers from it.
+    """
+
+    name: ClassVar[str] = "natural"
+    source: ClassVar[str] = "Horvath et al. 2019, natural compression"
+
+    def payload_nbytes(self, numel: int, itemsize: int = 4) -> int:
+        return itemsize + numel
+
+    def encode(self, values: Tensor, unit: Unit) -> Tensor:
+        magnitudes = values.abs()
+        top = _top(float(magnitudes.max()) if values.numel() else 0.0, values.dtype)
+        lowest = top - _ZERO + 1
+        mantissas, exponents = torch.frexp(magnitudes)  # magnitude = mantissa * 2^exponent, mantissa in [1/2, 1)
+        below = (exponents - 1 < lowest) | (magnitudes == 0)  # frexp(0) is (0, 0)
+        up = torch.where(below, torch.ldexp(mantissas, (exponents - lowest).clamp(max=0)), 2 * mantissas - 1)
+        rounded_up = self.uniform(values, unit) < up
+        powers = torch.where(below, lowest - 1, exponents - 1).add_(rounded_up).clamp_(max=top)
+        codes = (top - powers).clamp_(0, _ZERO) + 128 * (values < 0)
+        return join([top], codes.to(torch.uint8), values.dtype)
+
+    def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
+        top, codes = split(payload, 1, out.dtype)
+        powers = torch.exp2(top - torch.arange(_ZERO, dtype=torch.float64, device=top.device))
+        positive = torch.cat([powers, powers.new_zeros(1)])
+        add_lookup_(out, codes, 8, weight * torch.cat([positive, -positive]))
+
+
+def _top(peak: float, dtype: torch.dtype) -> int:
+    """The exponent of the largest power of two that a tensor with this peak may be rounded to."""
+    largest = math.frexp(torch.finfo(dtype).max)[1] - 1
+    return min(math.frexp(peak)[1], largest) if math.isfinite(peak) else 0

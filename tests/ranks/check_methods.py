@@ -1,0 +1,71 @@
+"""Every method on real ranks: the optimizer hands it what it needs, and the replicas stay alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import hvdcomp
+from hvdcomp.simulation import World
+from ranks.tools import assert_alike, assert_close, net, raised, train
+
+NEEDED: dict[str, dict[str, Any]] = {"threshold": {"threshold": 0.01}}
+"""Parameters without a default."""
+
+
+def check_every_method_trains_and_keeps_replicas_alike() -> None:
+    for name in hvdcomp.compressors.available():
+        model = net()
+        compressor = hvdcomp.compressors.create(name, **NEEDED.get(name, {}))
+        momentum = 0.0 if name == "signum" else 0.9
+        base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+        optimizer = hvdcomp.DistributedOptimizer(base, model.named_parameters(), compressor)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        train(model, optimizer, 5)
+        assert_alike(model.parameters())
+        optimizer.check_replicas()
+        assert any(not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True)), name
+        assert all(torch.isfinite(parameter).all() for parameter in model.parameters()), name
+
+
+def check_every_method_equals_the_simulation() -> None:
+    shapes = {"a": (12, 10), "b": (6, 5, 3)}
+    for name in hvdcomp.compressors.available():
+        compressor = hvdcomp.compressors.create(name, **NEEDED.get(name, {}))
+        params = {n: torch.nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
+        base = torch.optim.SGD(list(params.values()), lr=1.0, momentum=0.0)
+        optimizer = hvdcomp.DistributedOptimizer(base, list(params.items()), compressor, exclude=())
+        world = World(hvd.size(), compressor)
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(4):
+            grads = [{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(hvd.size())]
+            means = world.step(grads)
+            for n, parameter in params.items():
+                parameter.grad = grads[hvd.rank()][n].clone()
+            optimizer.synchronize()
+            for n, parameter in params.items():
+                assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=1e-6), (name, n)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+
+def check_dgc_at_cf_1_is_momentum_sgd_with_weight_decay() -> None:
+    for nesterov in (False, True):
+        ours, plain = net(), net()
+        settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": nesterov}
+        base = torch.optim.SGD(ours.parameters(), **settings)
+        optimizer = hvdcomp.DistributedOptimizer(base, ours.named_parameters(), hvdcomp.compressors.create("dgc", cf=1))
+        train(ours, optimizer, 30)
+        stock = torch.optim.SGD(plain.parameters(), **settings)
+        train(plain, hvd.DistributedOptimizer(stock, plain.named_parameters()), 30)
+        assert_close(ours.parameters(), plain.parameters(), rtol=1e-5, atol=1e-6)
+        assert {group["momentum"] for group in optimizer.param_groups} == {0.9}
+
+
+def check_dgc_refuses_an_optimizer_without_momentum() -> None:
+    model = net()
+    adam = torch.optim.Adam(model.parameters())
+    message = raised(ValueError, lambda: hvdcomp.DistributedOptimizer(adam, model.named_parameters(), "dgc"))
+    assert "torch.optim.SGD" in message
