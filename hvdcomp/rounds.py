@@ -104,11 +104,6 @@ class BucketRun:
         for number, generator in self._generators.items():
             self._advance(number, lambda generator=generator: next(generator))  # type: ignore[misc]
 
-    @property
-    def deciding(self) -> bool:
-        """Some unit waits for a decision."""
-        return any(isinstance(request, Decide) for request in self._waiting.values())
-
     def statistics(self) -> list[float]:
         """This bucket's share of the step's :class:`Statistics`, as a vector."""
         total = [0.0] * Statistics.SIZE
