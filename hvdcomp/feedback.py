@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvdcomp.kernels import Collected, accumulate
+from hvdcomp.kernels import Moments, Tail, accumulate
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,14 @@ class Accumulated:
         finite: every sum is finite; otherwise some of the gradients were not added.
         gradient_sq: sum of squares of the gradients, without a loss scale.
         total_sq: sum of squares of residual + gradient, None where only a part of the unit was looked at.
-        candidates: elements that hold the wanted largest ones, if known.
+        moments, tail: of residual + gradient, if known; the tail holds the wanted largest elements.
     """
 
     finite: bool
     gradient_sq: float
     total_sq: float | None
-    candidates: Collected | None
+    moments: Moments | None = None
+    tail: Tail | None = None
 
 
 class ErrorFeedback:
@@ -56,7 +57,8 @@ class ErrorFeedback:
             finite=all(accumulation.finite for accumulation in done),
             gradient_sq=sum(accumulation.gradient_sq for accumulation in done) * inverse_scale**2,
             total_sq=done[0].total_sq if whole else None,
-            candidates=done[0].candidates if whole else None,
+            moments=done[0].moments if whole else None,
+            tail=done[0].tail if whole else None,
         )
 
     def restore(self, gradients: Sequence[tuple[int, Tensor]], inverse_scale: float) -> None:

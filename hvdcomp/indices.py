@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdcomp.errors import WireError
-from hvdcomp.kernels import pack_bits, packed_nbytes, unpack_bits
+from hvdcomp.kernels import count_blocks, pack_bits, packed_nbytes, unpack_bits, unpack_positions
 
 MAX_BLOCK_LOG2 = 30
 _WIDTHS_TRIED = 3
@@ -42,19 +42,20 @@ def encode(positions: Tensor, numel: int) -> BlockCode:
         numel: length of the dense vector.
     """
     smallest = max(0, min(MAX_BLOCK_LOG2, (numel // positions.numel()).bit_length() - 1))
-    counts = torch.bincount(positions >> smallest, minlength=_blocks(numel, smallest))
+    counts = count_blocks(positions, smallest, _blocks(numel, smallest))
     options = []
     for block_log2 in range(smallest, min(smallest + _WIDTHS_TRIED, MAX_BLOCK_LOG2 + 1)):
         count_bits = int(counts.max()).bit_length()
         options.append((data_nbytes(numel, positions.numel(), block_log2, count_bits), block_log2, count_bits, counts))
-        counts = torch.nn.functional.pad(counts, (0, counts.numel() % 2)).view(-1, 2).sum(dim=1)
+        counts = _halved(counts)
     _, block_log2, count_bits, counts = min(options, key=lambda option: option[:2])
-    offsets = positions & ((1 << block_log2) - 1)
-    return BlockCode(block_log2, count_bits, torch.cat([pack_bits(counts, count_bits), pack_bits(offsets, block_log2)]))
+    return BlockCode(
+        block_log2, count_bits, torch.cat([pack_bits(counts, count_bits), pack_bits(positions, block_log2)])
+    )
 
 
 def decode(code: BlockCode, count: int, numel: int) -> Tensor:
-    """The (count,) int64 positions; they are ascending where the caller's check of that passes.
+    """The (count,) int32 positions; they are ascending where the caller's check of that passes.
 
     Raises:
         WireError: widths, lengths and counts do not fit each other.
@@ -68,13 +69,19 @@ def decode(code: BlockCode, count: int, numel: int) -> Tensor:
     counts = unpack_bits(code.data[:split], blocks, code.count_bits)
     if int(counts.sum()) != count:
         raise WireError(f"the blocks hold {int(counts.sum())} positions, expected {count}")
-    starts = torch.repeat_interleave(torch.arange(blocks, device=counts.device), counts) << code.block_log2
-    return starts | unpack_bits(code.data[split:], count, code.block_log2)
+    return unpack_positions(code.data[split:], code.block_log2, counts)
 
 
 def data_nbytes(numel: int, count: int, block_log2: int, count_bits: int) -> int:
     """Bytes of :attr:`BlockCode.data`."""
     return packed_nbytes(_blocks(numel, block_log2), count_bits) + packed_nbytes(count, block_log2)
+
+
+def _halved(counts: Tensor) -> Tensor:
+    """The counts of blocks of twice the size."""
+    even = counts[0::2].clone()
+    even[: counts.numel() // 2] += counts[1::2]
+    return even
 
 
 def _blocks(numel: int, block_log2: int) -> int:

@@ -169,13 +169,13 @@ class BucketRun:
         """Residual + gradient of a unit, or its gradient alone. Returns whether all of it is finite."""
         gradients = self._flat_gradients(part)
         unit = part.unit
-        unit.candidates = None
+        unit.moments = unit.tail = None
         if part.feedback is not None:
             wanted = part.compressor.wanted(unit)
             done = part.feedback.accumulate(gradients, 1 / self.context.scale, wanted)
             self._acc[number] = part.feedback.residual
             self._accumulated.add(number)
-            unit.candidates = done.candidates
+            unit.moments, unit.tail = done.moments, done.tail
         else:
             self._acc[number] = _join(part, gradients)
             if part.unscaled and self.context.scale != 1.0:
@@ -184,7 +184,7 @@ class BucketRun:
                 return True
             norm_sq = float(squared_norm(self._acc[number]))
             finite = math.isfinite(norm_sq) or bool(torch.isfinite(self._acc[number]).all())
-            done = Accumulated(finite, norm_sq / self.context.scale**2, norm_sq, None)
+            done = Accumulated(finite, norm_sq / self.context.scale**2, norm_sq)
         self._sums[number] = done
         return done.finite
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdcomp import indices
 from hvdcomp.errors import WireError
-from hvdcomp.kernels import Collected
+from hvdcomp.kernels import Collected, ascending_below
 
 VERSION = 2
 ALIGNMENT = 8
@@ -103,19 +103,14 @@ def decode_sparse(payload: Tensor, numel: int) -> Collected:
 
 def _load_positions(data: Tensor, kind: int, widths: tuple[int, int], count: int, numel: int) -> Tensor:
     if kind == _BLOCK_INDEX:
-        positions = indices.decode(indices.BlockCode(*widths, data), count, numel).to(torch.int32)
+        positions = indices.decode(indices.BlockCode(*widths, data), count, numel)
     elif data.numel() == 4 * count and widths == (0, 0):
         positions = data.view(torch.int32)
     else:
         raise WireError(f"{data.numel()} bytes do not hold {count} int32 indices")
-    if count and not ascending_below(positions, numel):
+    if not ascending_below(positions, numel):
         raise WireError(f"indices are not ascending within [0, {numel})")
     return positions
-
-
-def ascending_below(positions: Tensor, numel: int) -> bool:
-    ordered = bool((positions[1:] > positions[:-1]).all())
-    return ordered and int(positions[0]) >= 0 and int(positions[-1]) < numel
 
 
 def _store(values: Tensor, value_type: str) -> tuple[Tensor, float]:

@@ -108,10 +108,9 @@ def test_tail_holds_all_beyond_its_bound_and_counts_them(values: Tensor) -> None
     top = tail(values, 500)
     assert top.found.values.numel() >= min(500, values.numel())
     assert top.found.values.numel() == int((values.abs() >= top.bound).sum())
-    count = top.counter()
     for threshold in (top.bound, 2.0, 2.5, 3.0, 9.0):
         if threshold >= top.bound:
-            assert count(threshold) == int((values.abs() >= threshold).sum())
+            assert top.count(threshold) == int((values.abs() >= threshold).sum())
             assert torch.equal(top.at_least(threshold).values, values[values.abs() >= threshold])
 
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from hvdcomp.checks import check_choice
 from hvdcomp.compressors.requests import Allgather, Allreduce, Broadcast, Rounds, SharedSparse, Unit, Volume
-from hvdcomp.compressors.sparsifier import Sparsifier, kept_elements
+from hvdcomp.compressors.sparsifier import Sparsifier, largest_of
 from hvdcomp.errors import WireError
-from hvdcomp.kernels import Collected, largest, squared_norm
-from hvdcomp.wire import ascending_below
+from hvdcomp.kernels import Collected, ascending_below, squared_norm
 
 SELECTIONS = ("star", "var")
 
@@ -39,11 +38,10 @@ class ARTopK(Sparsifier):
         self.selection = check_choice("selection of artopk", selection, SELECTIONS)
 
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
-        return largest(values, k, unit.candidates if level == 0 else None)
+        return largest_of(values, k, unit, level)
 
-    def wanted(self, unit: Unit) -> int:
-        cf = self.cf if unit.levels is None else unit.levels[0]
-        return 0 if cf == 1 else kept_elements(unit.numel, cf)
+    def searched(self, k: int) -> int:
+        return k
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
         root = unit.step % unit.workers

@@ -12,8 +12,8 @@ from hvdcomp.checks import check_number
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.none import NoCompression
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Sparse, Unit
-from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements, limited
-from hvdcomp.kernels import Collected, clear_, largest, squared_norm, tail
+from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements, limited, tail_of
+from hvdcomp.kernels import Collected, clear_, largest, squared_norm
 
 BAND = (0.8, 1.3)
 """Elements that reach the sampled threshold / k, between which it is not corrected."""
@@ -106,10 +106,9 @@ class DGC(GatheredSparsifier):
         if k >= values.numel():
             return largest(values, k)
         threshold = sampled_threshold(values, k)
-        top = tail(values, self.most(k) + 1)
-        count = top.counter()
+        top = tail_of(values, self.searched(k), unit, level)
         for _ in range(_CORRECTIONS):
-            reached = count(threshold)
+            reached = top.count(threshold)
             if reached < BAND[0] * k:
                 threshold *= BAND[0]
             elif reached > BAND[1] * k:
@@ -118,6 +117,9 @@ class DGC(GatheredSparsifier):
                 break
         found = top.at_least(threshold) if threshold >= top.bound else top.found
         return limited(found, k, self.most(k), values)
+
+    def searched(self, k: int) -> int:
+        return self.most(k) + 1
 
     def most(self, k: int) -> int:
         return max(1, int(BAND[1] * k))
@@ -167,6 +169,6 @@ def sampled_threshold(values: Tensor, k: int) -> float:
     """The magnitude that a share k / n of a strided sample reaches."""
     numel = values.numel()
     size = min(numel, max(int(_SAMPLED_SHARE * numel), math.ceil(2 * numel / k)))
-    sample = values[:: max(1, numel // max(size, 1))].abs()
+    sample = values[:: max(1, numel // max(size, 1))].contiguous()
     among = max(1, min(sample.numel(), int(sample.numel() * k / numel)))
-    return float(sample.topk(among, sorted=False).values.min())
+    return float(largest(sample, among).values.abs().min())

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from hvdcomp.compressors.requests import Unit
-from hvdcomp.compressors.sparsifier import ThresholdSparsifier, limited
-from hvdcomp.kernels import Collected, Moments, largest, moments, tail
+from hvdcomp.compressors.sparsifier import ThresholdSparsifier, limited, moments_of, tail_of
+from hvdcomp.kernels import Collected, Moments, largest
 
 _CORRECTIONS = 3
 
@@ -31,9 +31,12 @@ class GaussianK(ThresholdSparsifier):
     name: ClassVar[str] = "gaussiank"
     source: ClassVar[str] = "Shi et al. 2019, Algorithm 1"
 
+    def searched(self, k: int) -> int:
+        return 2 * k
+
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
-        top = tail(values, 2 * k)
-        threshold = corrected(first_threshold(moments(values), k), k, top.counter())
+        top = tail_of(values, self.searched(k), unit, level)
+        threshold = corrected(first_threshold(moments_of(values, unit, level), k), k, top.count)
         if threshold < top.bound:  # 2k elements and more reach it
             return largest(values, k, top.found)
         return limited(top.at_least(threshold), k, self.most(k), values)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hvdcomp.checks import check_count
 from hvdcomp.compressors.requests import Unit
-from hvdcomp.compressors.sparsifier import GatheredSparsifier
-from hvdcomp.kernels import Collected, collect, largest, moments, tail
+from hvdcomp.compressors.sparsifier import GatheredSparsifier, moments_of, tail_of
+from hvdcomp.kernels import Collected, collect, largest
 
 
 class MSTopK(GatheredSparsifier):
@@ -37,13 +37,16 @@ class MSTopK(GatheredSparsifier):
         super().__init__(cf, values, error_feedback)
         self.bisections = check_count("bisections", bisections, hint="of the range of magnitudes; the paper's N")
 
+    def searched(self, k: int) -> int:
+        return k + 1
+
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
         if k >= values.numel():
             return largest(values, k)
-        found = moments(values)
-        top = tail(values, k + 1)
-        above, below = bracket(found.mean_abs, found.largest, k, top.counter(), self.bisections)
-        reach_below = top.at_least(below) if below >= top.bound else collect(values, below, 2 * k)
+        found = moments_of(values, unit, level)
+        top = tail_of(values, self.searched(k), unit, level)
+        above, below = bracket(found.mean_abs, found.largest, k, top.count, self.bisections)
+        reach_below = collect(values, below, 2 * k, top)
         magnitude = reach_below.values.abs()
         chosen = magnitude >= above
         between = (~chosen).nonzero().flatten()

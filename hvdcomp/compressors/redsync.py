@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hvdcomp.checks import check_choice, check_count
 from hvdcomp.compressors.requests import Unit
-from hvdcomp.compressors.sparsifier import ThresholdSparsifier, limited
-from hvdcomp.kernels import Collected, largest, moments, tail
+from hvdcomp.compressors.sparsifier import ThresholdSparsifier, largest_of, limited, moments_of, tail_of
+from hvdcomp.kernels import Collected, largest
 
 VARIANTS = ("threshold", "trimmed")
 
@@ -45,12 +45,15 @@ class RedSync(ThresholdSparsifier):
         self.variant = check_choice("variant of redsync", variant, VARIANTS)
         self.bisections = check_count("bisections", bisections, hint="each halves the range of the threshold")
 
+    def searched(self, k: int) -> int:
+        return 2 * k
+
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
         if self.variant == "trimmed":
-            return largest(values, k)
-        found = moments(values)
-        top = tail(values, 2 * k)
-        threshold = bisected(found.mean_abs, found.largest, k, top.counter(), self.bisections)
+            return largest_of(values, k, unit, level)
+        found = moments_of(values, unit, level)
+        top = tail_of(values, self.searched(k), unit, level)
+        threshold = bisected(found.mean_abs, found.largest, k, top.count, self.bisections)
         if threshold < top.bound:  # 2k elements and more reach it
             return largest(values, k, top.found)
         return limited(top.at_least(threshold), k, self.most(k), values)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.kernels import Collected, add_mean_, clear_
+from hvdcomp.kernels import Collected, Moments, Tail, add_mean_, clear_
 
 OWN = "own."
 
@@ -89,7 +89,8 @@ class Unit:
         state: tensors that the compressor keeps from step to step; changed only when a step is committed. A name that
             begins with :data:`OWN` marks one that differs between workers, and is averaged when their number changes.
         next_state: what ``state`` becomes if the step is committed, for methods that find it while they select.
-        candidates: elements of ``acc`` with the :meth:`Compressor.wanted` largest, if adding the gradient found them.
+        moments: of ``acc``, if adding the gradient took them.
+        tail: the largest elements of ``acc``, :meth:`Compressor.wanted` at least, if adding the gradient found them.
     """
 
     name: str
@@ -101,7 +102,8 @@ class Unit:
     hyper: Hyper = Hyper()
     state: dict[str, Tensor] = field(default_factory=dict)
     next_state: dict[str, Tensor] = field(default_factory=dict)
-    candidates: Collected | None = None
+    moments: Moments | None = None
+    tail: Tail | None = None
 
     @property
     def numel(self) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hvdcomp.compressors.requests import Rounds, Unit
-from hvdcomp.compressors.sparsifier import ThresholdSparsifier, limited
-from hvdcomp.kernels import Collected, collect_above, largest, mean_log, moments
+from hvdcomp.compressors.sparsifier import ThresholdSparsifier, limited, moments_of
+from hvdcomp.kernels import Collected, Moments, Tail, above, collect_above, largest, mean_log, moments
 
 FIRST_SHARE = 0.25
 """What the first of several stages keeps."""
@@ -88,32 +88,40 @@ class Estimate:
     found: Collected
 
 
-def estimate(values: Tensor, share: float, stages: int, first: Fit, later: Fit) -> Estimate:
+def estimate(
+    values: Tensor,
+    share: float,
+    stages: int,
+    first: Fit,
+    later: Fit,
+    whole: Moments | None = None,
+    known: Tail | None = None,
+) -> Estimate:
     """The threshold that about ``share`` of the magnitudes exceed.
 
     Args:
         values: (n,), n > 0.
-        stages: the more there are, the smaller the part of the tail that each extrapolates.
+        stages: the more there are, the smaller the part of the tail that each extrapolates; each but the first takes a
+            pass over the values, or over the known tail.
         first: fits the magnitudes of all values.
         later: fits the excess of what is left over the last threshold.
+        whole, known: the values' moments, and largest elements, where they are known already.
     """
-    threshold, found = 0.0, None
-    fit = first
-    for part in stage_shares(share, stages):
-        current = values if found is None else found.values
-        if not current.numel():
+    whole = moments(values) if whole is None else whole
+    shares = stage_shares(share, stages)
+    threshold = _quantile(first, values, whole.mean_abs, whole.variance_abs, shares[0])
+    for part in shares[1:]:
+        left = above(known.found.values if known is not None and threshold >= known.bound else values, threshold)
+        if left.count == 0:
             break
-        sums = moments(current)
-        mean = max(sums.mean_abs - threshold, 0.0)
-        excess = fit(current, mean, sums.variance_abs, part)
-        if not (math.isfinite(excess) and excess >= 0):
-            excess = exponential(current, mean, sums.variance_abs, part)
-        threshold += excess
-        kept = collect_above(current, threshold, math.ceil(part * current.numel()))
-        found = kept if found is None else Collected(found.positions[kept.positions], kept.values)
-        fit = later
-    assert found is not None
-    return Estimate(threshold, found)
+        threshold += _quantile(later, values, left.excess / left.count, left.variance, part)
+    return Estimate(threshold, collect_above(values, threshold, math.ceil(share * values.numel()), known))
+
+
+def _quantile(fit: Fit, values: Tensor, mean: float, variance: float, share: float) -> float:
+    """A fit's quantile, or the exponential one where the fit gives none."""
+    excess = fit(values, mean, variance, share)
+    return excess if math.isfinite(excess) and excess >= 0 else exponential(values, mean, variance, share)
 
 
 @dataclass(frozen=True)
@@ -197,6 +205,9 @@ class SIDCo(ThresholdSparsifier):
             outcome.state = unit.state | unit.next_state
         return outcome
 
+    def searched(self, k: int) -> int:
+        return math.ceil(1.5 * k)  # within the band, what is found is fewer
+
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
         if k >= values.numel():
             return largest(values, k)
@@ -204,7 +215,8 @@ class SIDCo(ThresholdSparsifier):
         share = k / values.numel()
         state = Stages.from_tensor(unit.state[key]) if key in unit.state else Stages()
         state = state.for_share(share)
-        result = estimate(values, share, state.stages, *self.fits)
+        known = unit.tail if level == 0 else None
+        result = estimate(values, share, state.stages, *self.fits, moments_of(values, unit, level), known)
         unit.next_state[key] = state.observed(result.found.values.numel(), k).to_tensor()
         return limited(result.found, k, self.most(k), values)
 

@@ -13,7 +13,7 @@ from hvdcomp.checks import check_choice, check_flag, check_number
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.requests import Allgather, Decide, Request, Rounds, Sparse, Unit, Volume
-from hvdcomp.kernels import Collected, largest, squared_norm
+from hvdcomp.kernels import Collected, Moments, Tail, among, largest, moments, squared_norm, tail
 from hvdcomp.wire import VALUE_TYPES, decode_sparse, encode_sparse, largest_sparse_nbytes
 
 _ROUNDING = 1e-12
@@ -28,9 +28,26 @@ def kept_elements(numel: int, cf: float) -> int:
 def limited(found: Collected, k: int, most: int, values: Tensor) -> Collected:
     """What a threshold found: the k largest of it where it is more than ``most``, the largest of all where nothing."""
     if found.values.numel() > most:
-        kept = largest(found.values, k)
-        return Collected(found.positions[kept.positions], kept.values)
+        return largest(values, k, found)
     return found if found.values.numel() else largest(values, 1)
+
+
+def moments_of(values: Tensor, unit: Unit, level: int) -> Moments:
+    """The moments of what :meth:`Sparsifier.select` is given."""
+    known = unit.moments if level == 0 else None
+    return moments(values) if known is None else known
+
+
+def tail_of(values: Tensor, at_least: int, unit: Unit, level: int) -> Tail:
+    """``at_least`` or more of the largest elements of what :meth:`Sparsifier.select` is given."""
+    known = unit.tail if level == 0 else None
+    return tail(values, at_least) if known is None or known.found.values.numel() < at_least else known
+
+
+def largest_of(values: Tensor, k: int, unit: Unit, level: int) -> Collected:
+    """The ``k`` largest elements of what :meth:`Sparsifier.select` is given."""
+    known = unit.tail if level == 0 else None
+    return largest(values, k, None if known is None else known.found)
 
 
 class Sparsifier(Compressor):
@@ -47,6 +64,14 @@ class Sparsifier(Compressor):
         self.error_feedback = check_flag(
             "error_feedback", error_feedback, hint="keep what was not sent for the next step"
         )
+
+    def searched(self, k: int) -> int:
+        """How many of the largest elements of ``acc`` :meth:`select` looks among for ``k``; 0 if among all."""
+        return 0
+
+    def wanted(self, unit: Unit) -> int:
+        cf = self.cf if unit.levels is None else unit.levels[0]
+        return 0 if cf == 1 else self.searched(kept_elements(unit.numel, cf))
 
     @abstractmethod
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
@@ -94,8 +119,8 @@ class Sparsifier(Compressor):
         second, second_sq = first, first_sq
         if candidate != lowest:
             k = kept_elements(first.values.numel(), candidate / lowest)
-            among = self.select(first.values, k, unit, level=1)
-            second, second_sq = Collected(first.positions[among.positions], among.values), squared_norm(among.values)
+            second = among(first, self.select(first.values, k, unit, level=1))
+            second_sq = squared_norm(second.values)
         level = yield Decide((first_sq, second_sq))
         chosen = {-1: None, 0: first, 1: second}[level]
         return None if levels[level] == 1 else chosen

@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from hvdcomp.compressors.requests import Unit
-from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements
-from hvdcomp.kernels import Collected, largest
+from hvdcomp.compressors.sparsifier import GatheredSparsifier, largest_of
+from hvdcomp.kernels import Collected
 
 
 class TopK(GatheredSparsifier):
@@ -18,8 +18,7 @@ class TopK(GatheredSparsifier):
     source: ClassVar[str] = "Aji and Heafield 2017; Stich et al. 2018 (with memory)"
 
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
-        return largest(values, k, unit.candidates if level == 0 else None)
+        return largest_of(values, k, unit, level)
 
-    def wanted(self, unit: Unit) -> int:
-        cf = self.cf if unit.levels is None else unit.levels[0]
-        return 0 if cf == 1 else kept_elements(unit.numel, cf)
+    def searched(self, k: int) -> int:
+        return k

@@ -22,16 +22,21 @@ from hvdcomp.kernels import codes, torch_ops
 from hvdcomp.kernels.torch_ops import orthogonalise, squared_norm
 
 __all__ = [
+    "Above",
     "Accumulation",
     "Collected",
     "Moments",
     "Tail",
+    "above",
     "accumulate",
     "add_mean_",
+    "among",
+    "ascending_below",
     "clear_",
     "collect",
     "collect_above",
     "count_at_least",
+    "count_blocks",
     "largest",
     "mean_log",
     "moments",
@@ -41,6 +46,7 @@ __all__ = [
     "squared_norm",
     "tail",
     "unpack_bits",
+    "unpack_positions",
 ]
 
 _T = TypeVar("_T")
@@ -70,14 +76,16 @@ class Accumulation:
         written: ranges of the residual that hold the sum; all of it unless a sum was not finite.
         gradient_sq: sum of squares of the gradient, without the factor.
         total_sq: of the sum.
-        candidates: elements among which the wanted largest are, None where that is not known.
+        moments: of the sum, where the pass took them and all of it is finite.
+        tail: the sum's largest elements, the wanted ones at least, where the pass found them.
     """
 
     written: list[tuple[int, int]]
     gradient_sq: float
     total_sq: float
     finite: bool
-    candidates: Collected | None
+    moments: Moments | None = None
+    tail: Tail | None = None
 
 
 @dataclass(frozen=True)
@@ -106,16 +114,12 @@ class Moments:
     @property
     def variance_abs(self) -> float:
         """The unbiased variance of the magnitudes, exactly 0 where it is within float32's rounding of 0."""
-        return self._variance(self.total_abs)
+        return _variance(self.count, self.total_abs, self.total_sq)
 
     @property
     def variance(self) -> float:
         """The unbiased variance of the values, exactly 0 where it is within float32's rounding of 0."""
-        return self._variance(self.total)
-
-    def _variance(self, total: float) -> float:
-        centred = self.total_sq - total * total / max(self.count, 1)
-        return centred / (self.count - 1) if self.count > 1 and centred > _CANCELLED * self.total_sq else 0.0
+        return _variance(self.count, self.total, self.total_sq)
 
 
 @dataclass(frozen=True)
@@ -125,20 +129,27 @@ class Tail:
     found: Collected
     bound: float
 
-    def counter(self) -> Callable[[float], int]:
-        """Counts the elements that reach a threshold: exactly at or above ``bound``, below it those that reach it."""
-        ascending = self.found.values.abs().sort().values
-
-        def count(threshold: float) -> int:
-            limit = torch.tensor(threshold, dtype=ascending.dtype, device=ascending.device)
-            return ascending.numel() - int(torch.searchsorted(ascending, limit))
-
-        return count
+    def count(self, threshold: float) -> int:
+        """How many elements reach a threshold; below ``bound``, where more do, how many reach that."""
+        return count_at_least(self.found.values, threshold)
 
     def at_least(self, threshold: float) -> Collected:
         """The elements that reach a threshold that is not below ``bound``."""
-        chosen = (self.found.values.abs() >= threshold).nonzero().flatten()
-        return Collected(self.found.positions[chosen], self.found.values[chosen])
+        return among(self.found, collect(self.found.values, threshold, self.found.values.numel()))
+
+
+@dataclass(frozen=True)
+class Above:
+    """Sums over the elements of a tensor that are larger than a threshold in magnitude.
+
+    Attributes:
+        excess: sum of what their magnitudes have beyond the threshold.
+        variance: unbiased, of their magnitudes; exactly 0 where it is within float32's rounding of 0.
+    """
+
+    count: int
+    excess: float
+    variance: float
 
 
 def accumulate(residual: Tensor, gradient: Tensor, factor: float, wanted: int = 0) -> Accumulation:
@@ -155,23 +166,26 @@ def accumulate(residual: Tensor, gradient: Tensor, factor: float, wanted: int = 
         return _accumulate_anywhere(residual, gradient, factor)
     threshold = _sampled_threshold(residual, gradient, factor, wanted)
 
-    def run(start: int, end: int) -> tuple[int, float, float, Collected | None]:
+    def run(start: int, end: int) -> tuple[int, Collected | None, tuple[float, ...], float]:
         positions, values = _room(_share(wanted, end - start, residual.numel()) if math.isfinite(threshold) else 0)
-        written, gradient_sq, total_sq, count = _cpu().accumulate(
-            residual.numpy()[start:end], gradient.numpy()[start:end], np.float32(factor), np.float32(threshold),
+        written, count, *sums, gradient_sq = _cpu().accumulate(
+            residual.numpy()[start:end], gradient.numpy()[start:end], np.float32(factor), _float32(threshold),
             positions, values,
         )  # fmt: skip
-        return start + written, gradient_sq, total_sq, _collected(positions, values, count, start)
+        return start + written, _collected(positions, values, count, start), tuple(sums), gradient_sq
 
     ranges = _ranges(residual.numel())
     results = _in_threads(run, ranges)
     finite = all(result[0] == end for result, (_, end) in zip(results, ranges, strict=True))
+    found = _summed([result[2] for result in results], residual) if finite else None
+    candidates = _joined([result[1] for result in results], wanted) if finite and math.isfinite(threshold) else None
     return Accumulation(
         written=[(start, result[0]) for result, (start, _) in zip(results, ranges, strict=True)],
-        gradient_sq=_finite_sum([result[1] for result in results], gradient),
-        total_sq=_finite_sum([result[2] for result in results], residual),
+        gradient_sq=_finite_sum([result[3] for result in results], gradient),
+        total_sq=found.total_sq if found is not None else _finite_sum([result[2][2] for result in results], residual),
         finite=finite,
-        candidates=_joined([result[3] for result in results], wanted) if finite and math.isfinite(threshold) else None,
+        moments=found,
+        tail=None if candidates is None else Tail(candidates, threshold),
     )
 
 
@@ -182,7 +196,7 @@ def _accumulate_anywhere(residual: Tensor, gradient: Tensor, factor: float) -> A
     if finite:
         residual.copy_(total)
     written = [(0, residual.numel())] if finite else []
-    return Accumulation(written, float(squared_norm(gradient)), total_sq, finite, None)
+    return Accumulation(written, float(squared_norm(gradient)), total_sq, finite)
 
 
 def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Collected:
@@ -196,11 +210,22 @@ def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Coll
     """
     if candidates is None and _is_compiled(values) and values.numel() > _SMALL and k * 4 <= values.numel():
         candidates = _at_least_k(values, k)
-    if candidates is None:
-        positions = torch_ops.largest(values, k)
-        return Collected(positions.to(torch.int32), values[positions])
-    chosen = torch_ops.largest(candidates.values, k)
-    return Collected(candidates.positions[chosen], candidates.values[chosen])
+    source = values if candidates is None else candidates.values
+    if k >= source.numel():
+        return Collected(_every_position(values), values) if candidates is None else candidates
+    if _is_compiled(source):
+        positions, chosen = np.empty(k + 1, dtype=np.int32), np.empty(k + 1, dtype=np.float32)
+        known = np.empty(0, dtype=np.int32) if candidates is None else candidates.positions.numpy()
+        _cpu().take_largest(known, source.numpy(), _kth_largest(source, k), k, positions, chosen)
+        return Collected(torch.from_numpy(positions[:k]), torch.from_numpy(chosen[:k]))
+    kept = torch_ops.largest(source, k)
+    found = Collected(kept.to(torch.int32), source[kept])
+    return found if candidates is None else among(candidates, found)
+
+
+def among(candidates: Collected, chosen: Collected) -> Collected:
+    """What was chosen from ``candidates.values``, with its positions in the tensor that the candidates are of."""
+    return Collected(candidates.positions[chosen.positions], chosen.values)
 
 
 def add_mean_(out: Tensor, contributions: Sequence[Collected]) -> Tensor:
@@ -225,12 +250,15 @@ def clear_(values: Tensor, positions: Tensor) -> None:
         values.index_fill_(0, positions.to(torch.int64), 0)
 
 
-def collect(values: Tensor, threshold: float, expected: int) -> Collected:
+def collect(values: Tensor, threshold: float, expected: int, known: Tail | None = None) -> Collected:
     """The elements with a magnitude of at least ``threshold``.
 
     Args:
         expected: about how many there will be; a wrong guess costs time, nothing else.
+        known: a tail of these values, which spares looking at all of them if it reaches down to the threshold.
     """
+    if known is not None and threshold >= known.bound:
+        return known.at_least(threshold)
     found = _collect_compiled(values, threshold, expected) if _is_compiled(values) else None
     if found is not None:
         return found
@@ -238,29 +266,48 @@ def collect(values: Tensor, threshold: float, expected: int) -> Collected:
     return Collected(positions.to(torch.int32), values[positions])
 
 
-def collect_above(values: Tensor, threshold: float, expected: int) -> Collected:
+def collect_above(values: Tensor, threshold: float, expected: int, known: Tail | None = None) -> Collected:
     """The elements with a magnitude larger than ``threshold``; see :func:`collect`."""
-    return collect(values, _next_above(threshold, values.dtype), expected)
+    return collect(values, _next_above(threshold, values.dtype), expected, known)
 
 
 def count_at_least(values: Tensor, threshold: float) -> int:
     """How many elements of a 1-D tensor have a magnitude of at least ``threshold``."""
     if not _is_compiled(values):
         return int((values.abs() >= threshold).sum())
-    source, bound = values.numpy(), np.float32(threshold)
+    source, bound = values.numpy(), _float32(threshold)
     return sum(_in_threads(lambda a, b: int(_cpu().count(source[a:b], bound)), _ranges(values.numel())))
 
 
 def moments(values: Tensor) -> Moments:
     """The sums of a 1-D tensor that methods which fit a distribution need, in one pass."""
+    if not _is_compiled(values):
+        return Moments(values.numel(), *torch_ops.moments(values))
+    source = values.numpy()
+    return _summed(_in_threads(lambda a, b: _cpu().moments(source[a:b]), _ranges(values.numel())), values)
+
+
+def _summed(parts: Sequence[tuple[float, ...]], values: Tensor) -> Moments:
+    """The sums of all parts; taken again in float64 where squares left float32's range."""
+    total, total_abs, total_sq, top = zip(*parts, strict=True)
+    found = Moments(values.numel(), sum(total), sum(total_abs), sum(total_sq), float(max(top)))
+    if _SQUARES_LOW < found.total_sq < math.inf or found.largest in (0.0, math.inf):
+        return found
+    return Moments(values.numel(), *torch_ops.moments(values))
+
+
+def above(values: Tensor, threshold: float) -> Above:
+    """The sums over what is larger than a threshold in a 1-D tensor, in one pass."""
+    bound = _next_above(threshold, values.dtype)
     if _is_compiled(values):
         source = values.numpy()
-        parts = _in_threads(lambda a, b: _cpu().moments(source[a:b]), _ranges(values.numel()))
-        total, total_abs, total_sq = (sum(column) for column in list(zip(*parts, strict=True))[:3])
-        found = Moments(values.numel(), total, total_abs, total_sq, float(max(part[3] for part in parts)))
-        if _SQUARES_LOW < total_sq < math.inf or found.largest in (0.0, math.inf):
-            return found
-    return Moments(values.numel(), *torch_ops.moments(values))
+        parts = _in_threads(lambda a, b: _cpu().sums_above(source[a:b], _float32(bound)), _ranges(values.numel()))
+        count, total, squares = (sum(column) for column in zip(*parts, strict=True))
+    if not _is_compiled(values) or not (squares == 0 or _SQUARES_LOW < squares < math.inf):
+        magnitude = values.abs()
+        magnitude = magnitude[magnitude >= bound].double()
+        count, total, squares = magnitude.numel(), float(magnitude.sum()), float(magnitude.square().sum())
+    return Above(int(count), max(total - count * threshold, 0.0), _variance(count, total, squares))
 
 
 def mean_log(values: Tensor) -> float:
@@ -280,8 +327,7 @@ def tail(values: Tensor, at_least: int) -> Tail:
         found = collect(values, bound, at_least) if math.isfinite(bound) else None
         if found is not None and found.positions.numel() >= at_least:
             return Tail(found, bound)
-    every = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
-    return Tail(Collected(every, values), 0.0)
+    return Tail(Collected(_every_position(values), values), 0.0)
 
 
 def packed_nbytes(count: int, width: int) -> int:
@@ -290,21 +336,56 @@ def packed_nbytes(count: int, width: int) -> int:
 
 
 def pack_bits(values: Tensor, width: int) -> Tensor:
-    """The low ``width`` bits (0 to 32) of non-negative numbers as uint8, in a row, least significant first."""
+    """The low ``width`` bits (0 to 31) of non-negative integers as uint8, in a row, least significant first."""
     if values.device.type != "cpu":
         return torch_ops.pack_bits(values, width)
     out = np.empty(packed_nbytes(values.numel(), width), dtype=np.uint8)
-    _cpu().pack_bits(values.to(torch.int64).numpy(), width, out)
+    _cpu().pack_bits(values.numpy(), width, out)
     return torch.from_numpy(out)
 
 
 def unpack_bits(data: Tensor, count: int, width: int) -> Tensor:
-    """The (count,) int64 numbers of :func:`pack_bits`; ``data`` must hold ``packed_nbytes(count, width)`` bytes."""
+    """The (count,) int32 numbers of :func:`pack_bits`; ``data`` must hold ``packed_nbytes(count, width)`` bytes."""
     if data.device.type != "cpu":
         return torch_ops.unpack_bits(data, count, width)
-    out = np.empty(count, dtype=np.int64)
-    _cpu().unpack_bits(data.numpy(), width, out)
+    out = np.empty(count, dtype=np.int32)
+    _cpu().unpack_bits(_with_room(data, count, width), width, out)
     return torch.from_numpy(out)
+
+
+def unpack_positions(data: Tensor, width: int, counts: Tensor) -> Tensor:
+    """Ascending int32 positions, of which block b of 2^width positions holds ``counts[b]``, from their low bits.
+
+    Args:
+        data: what :func:`pack_bits` made of the positions.
+        counts: (blocks,) int32 of :func:`unpack_bits`; block numbers times 2^width are below 2^31.
+    """
+    count = int(counts.sum())
+    if data.device.type != "cpu":
+        starts = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts) << width
+        return (starts | torch_ops.unpack_bits(data, count, width)).to(torch.int32)
+    out = np.empty(count, dtype=np.int32)
+    _cpu().unpack_positions(_with_room(data, count, width), width, counts.numpy(), out)
+    return torch.from_numpy(out)
+
+
+def count_blocks(positions: Tensor, block_log2: int, blocks: int) -> Tensor:
+    """(blocks,) int32: how many of the positions lie in each block of 2^block_log2."""
+    if positions.device.type != "cpu":
+        return torch.bincount(positions >> block_log2, minlength=blocks).to(torch.int32)
+    counts = np.empty(blocks, dtype=np.int32)
+    _cpu().count_blocks(positions.numpy(), block_log2, counts)
+    return torch.from_numpy(counts)
+
+
+def ascending_below(positions: Tensor, numel: int) -> bool:
+    """Whether integers rise strictly within [0, numel)."""
+    if not positions.numel():
+        return True
+    if positions.device.type == "cpu":
+        return bool(_cpu().ascends(positions.numpy(), numel))
+    ordered = bool((positions[1:] > positions[:-1]).all())
+    return ordered and int(positions[0]) >= 0 and int(positions[-1]) < numel
 
 
 # -- how the compiled loops are used
@@ -351,10 +432,32 @@ def _collect_compiled(values: Tensor, threshold: float, expected: int) -> Collec
 
     def run(start: int, end: int) -> Collected | None:
         positions, found = _room(_share(expected, end - start, values.numel()))
-        count = _cpu().collect(values.numpy()[start:end], np.float32(threshold), positions, found)
+        count = _cpu().collect(values.numpy()[start:end], _float32(threshold), positions, found)
         return _collected(positions, found, count, start)
 
     return _joined(_in_threads(run, _ranges(values.numel())), 0)
+
+
+def _with_room(data: Tensor, count: int, width: int) -> np.ndarray:
+    """Packed numbers, and the 8 bytes more that the loops may read."""
+    padded = np.zeros(packed_nbytes(count, width) + 8, dtype=np.uint8)
+    padded[:-8] = data.numpy()
+    return padded
+
+
+def _kth_largest(values: Tensor, k: int) -> np.float32:
+    magnitude = np.abs(values.numpy())
+    return np.float32(np.partition(magnitude, magnitude.size - k)[magnitude.size - k])
+
+
+def _every_position(values: Tensor) -> Tensor:
+    return torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+
+
+def _variance(count: int, total: float, squares: float) -> float:
+    """The unbiased variance of ``count`` numbers with these sums."""
+    centred = squares - total * total / max(count, 1)
+    return centred / (count - 1) if count > 1 and centred > _CANCELLED * squares else 0.0
 
 
 def _finite_sum(squares: list[float], values: Tensor) -> float:
@@ -367,9 +470,13 @@ def _next_above(threshold: float, dtype: torch.dtype) -> float:
     """The smallest number of the type that is larger than ``threshold``."""
     if dtype == torch.float64:
         return math.nextafter(threshold, math.inf)
-    with np.errstate(over="ignore"):
-        near = np.float32(threshold)
+    near = _float32(threshold)
     return float(near if float(near) > threshold else np.nextafter(near, np.float32(np.inf)))
+
+
+def _float32(threshold: float) -> np.float32:
+    with np.errstate(over="ignore"):
+        return np.float32(threshold)
 
 
 def _share(expected: int, part: int, whole: int) -> int:

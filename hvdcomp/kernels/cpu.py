@@ -1,7 +1,7 @@
 """The hot loops for float32 on the CPU, compiled by numba; everything else takes :mod:`hvdcomp.kernels.torch_ops`.
 
-Arrays are flat and contiguous. Loops run over blocks, whose largest magnitude is found first, as an integer: most
-blocks hold nothing that a sparsifier wants, and are passed over at the speed of memory.
+Arrays are flat and contiguous. Loops run over blocks of 64, of which a bit mask tells what is wanted: most blocks hold
+nothing that a sparsifier wants, and are passed over at the speed of memory.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.cpython.unsafe import numbers
 
-BLOCK = 64
-_SUB = 16
+from hvdcomp.kernels.vector import BLOCK, add_block, load_word, reach_block, sum_block
+
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
+_trailing_zeros: Any = numbers.trailing_zeros
+
 # Sums may be re-associated (that is what makes them vectorise); NaN and Inf keep their meaning.
-_jit: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"}, boundscheck=False)
+_jit: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"}, boundscheck=False)
 
 
 @_jit
@@ -27,37 +30,32 @@ def bits(value):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _add_block(r, g, factor):  # type: ignore[no-untyped-def]
-    """r += factor * g unless a sum is not finite. Returns (largest bits, sum of squares of g, of the sum)."""
-    top = np.int32(0)
-    g_sq = np.float32(0)
-    sq = np.float32(0)
-    for i in range(r.shape[0]):
-        value = r[i] + g[i] * factor
-        top = max(top, bits(value))
-        sq += value * value
-        g_sq += g[i] * g[i]
-    if top < _INFINITY:
-        for i in range(r.shape[0]):
-            r[i] = r[i] + g[i] * factor
-    return top, g_sq, sq
+def _append(mask, start, source, positions, values, count):  # type: ignore[no-untyped-def]
+    """Append the masked elements of the block at ``start``; returns the new number."""
+    while mask != 0:
+        i = start + np.int64(_trailing_zeros(mask))
+        positions[count] = i
+        values[count] = source[i]
+        count += 1
+        mask &= mask - np.uint64(1)
+    return count
 
 
 @_jit
-def _collect_block(v, start, bound, positions, values, count):  # type: ignore[no-untyped-def]
-    """Append what reaches ``bound`` in a block that is known to hold some; room for a block more is assumed."""
-    size = v.shape[0]
-    for sub in range(0, size, _SUB):
-        end = min(sub + _SUB, size)
-        top = np.int32(0)
-        for i in range(sub, end):
-            top = max(top, bits(v[i]))
-        if top >= bound:
-            for i in range(sub, end):
-                positions[count] = start + i
-                values[count] = v[i]
-                count += bits(v[i]) >= bound
-    return count
+def _ones(mask):  # type: ignore[no-untyped-def]
+    """How many bits of a mask are set."""
+    mask -= (mask >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    mask = (mask & np.uint64(0x3333333333333333)) + ((mask >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    mask = (mask + (mask >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((mask * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@_jit
+def _padded(source, start):  # type: ignore[no-untyped-def]
+    """A block that begins with what is left of ``source``, and ends with zeros."""
+    block = np.zeros(BLOCK, dtype=np.float32)
+    block[: source.shape[0] - start] = source[start:]
+    return block
 
 
 @_jit
@@ -67,31 +65,41 @@ def accumulate(residual, gradient, factor, threshold, positions, values):  # typ
     Sums with a magnitude of at least ``threshold`` are collected, in ascending order, into ``positions`` (int32) and
     ``values`` on the way, as long as there is room.
 
-    Returns (elements written, sum of squares of the gradient, of the sum, number collected or -1 for want of room).
+    Returns (elements written, number collected or -1 for want of room, sum of the sums, of their magnitudes, of their
+    squares, the largest magnitude, sum of squares of the gradient).
     """
     bound = bits(threshold)
     room = positions.shape[0] - BLOCK
-    gradient_sq = 0.0
-    total_sq = 0.0
     count = 0
     full = room < 0
+    total = 0.0
+    total_abs = 0.0
+    total_sq = 0.0
+    gradient_sq = 0.0
+    top = np.int32(0)
     size = residual.shape[0]
     for start in range(0, size, BLOCK):
-        if start + BLOCK <= size:  # a length that is known at compile time makes faster code
-            r = residual[start : start + BLOCK]
-            top, g_sq, sq = _add_block(r, gradient[start : start + BLOCK], factor)
+        whole = start + BLOCK <= size
+        if whole:
+            mask, high, s, s_abs, s_sq, g_sq = add_block(residual, gradient, start, factor, bound)
         else:
-            r = residual[start:]
-            top, g_sq, sq = _add_block(r, gradient[start:], factor)
-        if top >= _INFINITY:
-            return start, gradient_sq, total_sq, count
+            last = _padded(residual, start)
+            mask, high, s, s_abs, s_sq, g_sq = add_block(last, _padded(gradient, start), 0, factor, bound)
+            mask &= (np.uint64(1) << np.uint64(size - start)) - np.uint64(1)
+        if high >= _INFINITY:
+            return start, count, total, total_abs, total_sq, np.int32(top).view(np.float32), gradient_sq
+        if not whole:
+            residual[start:] = last[: size - start]
+        total += s
+        total_abs += s_abs
+        total_sq += s_sq
         gradient_sq += g_sq
-        total_sq += sq
-        if top >= bound and not full:
+        top = max(top, high)
+        if mask != 0 and not full:
             full = count > room
             if not full:
-                count = _collect_block(r, start, bound, positions, values, count)
-    return size, gradient_sq, total_sq, -1 if full else count
+                count = _append(mask, start, residual, positions, values, count)
+    return size, -1 if full else count, total, total_abs, total_sq, np.int32(top).view(np.float32), gradient_sq
 
 
 @_jit
@@ -100,17 +108,54 @@ def collect(source, threshold, positions, values):  # type: ignore[no-untyped-de
     bound = bits(threshold)
     room = positions.shape[0] - BLOCK
     count = 0
-    size = source.shape[0]
-    for start in range(0, size, BLOCK):
-        v = source[start : min(start + BLOCK, size)]
-        top = np.int32(0)
-        for i in range(v.shape[0]):
-            top = max(top, bits(v[i]))
-        if top >= bound:
+    whole = source.shape[0] // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        mask = reach_block(source, start, bound)
+        if mask != 0:
             if count > room:
                 return -1
-            count = _collect_block(v, start, bound, positions, values, count)
+            count = _append(mask, start, source, positions, values, count)
+    if count > room:
+        return -1
+    for i in range(whole, source.shape[0]):
+        if bits(source[i]) >= bound:
+            positions[count] = i
+            values[count] = source[i]
+            count += 1
     return count
+
+
+@_jit
+def take_largest(candidates, magnitudes, threshold, k, positions, values):  # type: ignore[no-untyped-def]
+    """Of (positions, values) those with a magnitude above ``threshold``, the k-th largest, and even ones of the ties.
+
+    Args:
+        magnitudes: the values that go with the positions ``candidates``; with none, positions are counted from 0.
+        positions, values: of k + 1 elements; the last is scratch.
+    """
+    bound = bits(threshold)
+    larger = 0
+    ties = 0
+    for i in range(magnitudes.shape[0]):
+        magnitude = bits(magnitudes[i])
+        larger += magnitude > bound
+        ties += magnitude == bound
+    missing = k - larger
+    known = candidates.shape[0] > 0
+    count = 0
+    met = 0
+    taken = 0
+    for i in range(magnitudes.shape[0]):
+        magnitude = bits(magnitudes[i])
+        keep = magnitude > bound
+        if magnitude == bound:
+            if taken < missing and met == taken * ties // missing:
+                keep = True
+                taken += 1
+            met += 1
+        positions[count] = candidates[i] if known else i
+        values[count] = magnitudes[i]
+        count += keep
 
 
 @_jit
@@ -147,48 +192,102 @@ def moments(source):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def sums_above(source, threshold):  # type: ignore[no-untyped-def]
+    """(number, sum of magnitudes, sum of squares) of what reaches ``threshold`` in magnitude."""
+    bound = bits(threshold)
+    count = 0
+    total_abs = 0.0
+    total_sq = 0.0
+    whole = source.shape[0] // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        mask, s_abs, s_sq = sum_block(source, start, bound)
+        count += _ones(mask)
+        total_abs += s_abs
+        total_sq += s_sq
+    for i in range(whole, source.shape[0]):
+        if bits(source[i]) >= bound:
+            count += 1
+            total_abs += abs(source[i])
+            total_sq += source[i] * source[i]
+    return count, total_abs, total_sq
+
+
+@_jit
 def count(source, threshold):  # type: ignore[no-untyped-def]
     """How many have a magnitude of at least ``threshold``."""
     bound = bits(threshold)
     found = 0
-    for i in range(source.shape[0]):
+    whole = source.shape[0] // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        found += _ones(reach_block(source, start, bound))
+    for i in range(whole, source.shape[0]):
         found += bits(source[i]) >= bound
     return found
 
 
 @_jit
+def count_blocks(positions, block_log2, counts):  # type: ignore[no-untyped-def]
+    """counts[b] = how many positions lie in block b of 2^block_log2."""
+    counts[:] = 0
+    for i in range(positions.shape[0]):
+        counts[positions[i] >> block_log2] += 1
+
+
+@_jit
 def pack_bits(source, width, out):  # type: ignore[no-untyped-def]
-    """The low ``width`` bits of each int64, one after the other, least significant first, into the uint8 ``out``."""
+    """The low ``width`` bits of each number, one after the other, least significant first, into the uint8 ``out``."""
+    words = out[: out.shape[0] // 8 * 8].view(np.uint64)
+    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     pending = np.uint64(0)
     have = 0
-    end = 0
+    word = 0
     for i in range(source.shape[0]):
-        pending |= np.uint64(source[i]) << np.uint64(have)
+        value = np.uint64(source[i]) & mask
+        pending |= value << np.uint64(have)
         have += width
-        while have >= 8:
-            out[end] = np.uint8(pending & np.uint64(255))
-            pending >>= np.uint64(8)
-            have -= 8
-            end += 1
-    if have > 0:
-        out[end] = np.uint8(pending & np.uint64(255))
+        if have >= 64:
+            words[word] = pending
+            word += 1
+            have -= 64
+            pending = value >> np.uint64(width - have) if have > 0 else np.uint64(0)
+    for i in range(word * 8, out.shape[0]):
+        out[i] = np.uint8(pending & np.uint64(255))
+        pending >>= np.uint64(8)
 
 
 @_jit
 def unpack_bits(data, width, out):  # type: ignore[no-untyped-def]
-    """The reverse of :func:`pack_bits`."""
-    pending = np.uint64(0)
-    have = 0
-    begin = 0
+    """The reverse of :func:`pack_bits`; ``data`` is followed by 8 bytes more than it needs."""
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     for i in range(out.shape[0]):
-        while have < width:
-            pending |= np.uint64(data[begin]) << np.uint64(have)
-            begin += 1
-            have += 8
-        out[i] = np.int64(pending & mask)
-        pending >>= np.uint64(width)
-        have -= width
+        first = i * width
+        out[i] = (load_word(data, first >> 3) >> np.uint64(first & 7)) & mask
+
+
+@_jit
+def unpack_positions(data, width, counts, out):  # type: ignore[no-untyped-def]
+    """Offsets as :func:`unpack_bits` has them, each plus the start of its block of 2^width.
+
+    Args:
+        counts: of each block; their sum is the length of ``out``.
+    """
+    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    i = 0
+    for block in range(counts.shape[0]):
+        for _ in range(counts[block]):
+            first = i * width
+            offset = (load_word(data, first >> 3) >> np.uint64(first & 7)) & mask
+            out[i] = np.int32(np.uint64(block) << np.uint64(width) | offset)
+            i += 1
+
+
+@_jit
+def ascends(positions, numel):  # type: ignore[no-untyped-def]
+    """Whether the positions (one at least) rise strictly within [0, numel)."""
+    unordered = 0
+    for i in range(1, positions.shape[0]):
+        unordered += positions[i] <= positions[i - 1]
+    return unordered == 0 and positions[0] >= 0 and positions[-1] < numel
 
 
 @_jit
