@@ -23,6 +23,8 @@ MIN_BUCKET_MB = 1e-9
 """Less than a byte: every tensor is a bucket of its own."""
 ONE_DIMENSIONAL = "1d"
 """The word in ``exclude`` that stands for all tensors with fewer than two dimensions."""
+_SMALLER = re.compile(r"<\s*(\d+)")
+"""A rule in ``exclude`` that stands for all tensors with fewer elements than its number."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,15 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def is_excluded(spec: Spec, exclude: Sequence[str]) -> bool:
-    """Whether a tensor stays dense: by a glob on its name, or by the word "1d"."""
-    return any(
-        len(spec.shape) < 2 if rule == ONE_DIMENSIONAL else fnmatch.fnmatchcase(spec.name, rule) for rule in exclude
-    )
+    """Whether a tensor stays dense: by a glob on its name, by the word "1d", or by its size, such as "<1024"."""
+    return any(_matches(spec, rule) for rule in exclude)
+
+
+def _matches(spec: Spec, rule: str) -> bool:
+    if rule == ONE_DIMENSIONAL:
+        return len(spec.shape) < 2
+    smaller = _SMALLER.fullmatch(rule)
+    return spec.numel < int(smaller[1]) if smaller else fnmatch.fnmatchcase(spec.name, rule)
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,8 @@ class Layout:
         compressor: what compresses the tensors that ``exclude`` does not name.
         granularity: "tensor" (the papers'), "bucket" or "model": what the compressor sees as one unit.
         bucket_mb: gradients' size of a bucket in MiB.
-        exclude: globs on names, and "1d".
+        exclude: what stays dense: globs on names, "1d", and sizes such as "<1024" (elements); None is what the
+            compressor's paper does, :attr:`Compressor.default_exclude`.
 
     Raises:
         ValueError: a value is not allowed, or does not fit the compressor.
@@ -124,7 +132,7 @@ class Layout:
     compressor: Compressor
     granularity: str = "tensor"
     bucket_mb: float = 25.0
-    exclude: Sequence[str] = (ONE_DIMENSIONAL,)
+    exclude: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -137,9 +145,14 @@ class Layout:
             raise ValueError(
                 f"exclude must be a sequence of name globs such as ['*.bias'], got the string {self.exclude!r}"
             )
-        if not all(isinstance(rule, str) for rule in self.exclude):
+        if not all(isinstance(rule, str) for rule in self.excluded):
             raise ValueError(f"exclude must be a sequence of name globs such as ['*.bias'], got {self.exclude!r}")
         check_number("bucket_mb", self.bucket_mb, MIN_BUCKET_MB, hint="MiB of gradients in a bucket")
+
+    @property
+    def excluded(self) -> Sequence[str]:
+        """The rules in force."""
+        return self.compressor.default_exclude if self.exclude is None else self.exclude
 
     def buckets(
         self,
@@ -158,8 +171,9 @@ class Layout:
             first_index: number of the first bucket.
         """
         specs = list(specs)
-        for rule in self.exclude if first_index == 0 else ():
-            if rule != ONE_DIMENSIONAL and not any(is_excluded(spec, [rule]) for spec in specs):
+        for rule in self.excluded if first_index == 0 else ():
+            by_name = rule != ONE_DIMENSIONAL and not _SMALLER.fullmatch(rule)
+            if by_name and not any(is_excluded(spec, [rule]) for spec in specs):
                 logger.warning("exclude: no tensor's name matches %r", rule)
         ordered = sorted(specs, key=lambda spec: natural_key(spec.name))
         grouped = self._grouped(ordered, groups) if groups is not None else self._by_size(ordered)
@@ -194,7 +208,7 @@ class Layout:
         for spec in members:
             if spec.name in sparse:
                 parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None, sparse=True))
-            elif is_excluded(spec, self.exclude) or isinstance(self.compressor, NoCompression):
+            elif is_excluded(spec, self.excluded) or isinstance(self.compressor, NoCompression):
                 dense = self.compressor.for_excluded() or NoCompression()
                 parts.append(Part(Unit(spec.name, spec.shape), [spec], dense, None))
             elif self.granularity == "tensor":

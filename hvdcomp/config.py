@@ -108,8 +108,8 @@ class RunConfig(_Section):
     bucket_mb: float = Field(25.0, gt=0, description="gradients that travel together, MiB")
     exclude: list[str] | None = Field(
         None,
-        description='name patterns of parameters that stay dense; "1d": all of fewer than two dimensions; null: '
-        "what the method's paper does",
+        description='name patterns of parameters that stay dense; "1d": all of fewer than two dimensions; "<1024": all '
+        "of fewer elements; null: what the method's paper does",
     )
     epochs: int = Field(10, ge=1, description="length of the run in passes over the training data")
     steps: int | None = Field(None, ge=1, description="length of the run in steps; overrides `epochs`; null: not given")

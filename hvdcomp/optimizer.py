@@ -77,8 +77,9 @@ def DistributedOptimizer(
             compressor's own.
         granularity: what the compressor sees as one: a "tensor", a "bucket", or the "model".
         bucket_mb: MiB of gradients that travel together.
-        exclude: globs on names of tensors that stay dense; "1d" stands for all with fewer than two dimensions. None is
-            the compressor's default ("1d" for sparse and low-rank methods, nothing for casts); () excludes nothing.
+        exclude: globs on names of tensors that stay dense; "1d" stands for all with fewer than two dimensions, "<1024"
+            for all of fewer than 1024 elements. None is the compressor's default ("1d" for sparse and low-rank methods,
+            nothing for casts); () excludes nothing.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that residuals are kept without its scale.
 
     Returns:
@@ -127,7 +128,7 @@ def DistributedOptimizer(
     schedule, compressor = as_schedule(schedule, compressor)
     if not isinstance(compressor, NoCompression):
         warm_up()
-    layout = Layout(compressor, granularity, bucket_mb, _exclusions(exclude, compressor))
+    layout = Layout(compressor, granularity, bucket_mb, exclude)
     namespace = {name: value for name, value in vars(_Distributed).items() if name not in ("__dict__", "__weakref__")}
     # Horovod's broadcast_optimizer_state knows a distributed optimizer by the module of its class.
     namespace |= {"_wrapped": type(optimizer), "__module__": "horovod.torch.optimizer"}
@@ -288,7 +289,7 @@ class _Distributed(torch.optim.Optimizer):
             "schedule": {key: repr(value) for key, value in self.schedule.describe().items()},
             "granularity": self._layout.granularity,
             "bucket_mb": self._layout.bucket_mb,
-            "exclude": list(self._layout.exclude),
+            "exclude": list(self._layout.excluded),
             "groups": groups,
             "op": "Sum" if self._summed else "Average",
             "decisions": channel_name(self._hvd, self.process_set) if self.schedule.adaptive else None,
@@ -648,10 +649,6 @@ def _check_momentum(compressor: Compressor, param_groups: list[dict[str, Any]]) 
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _exclusions(exclude: Sequence[str] | None, compressor: Compressor) -> Sequence[str]:
-    return compressor.default_exclude if exclude is None else exclude
 
 
 def _check_wrappable(optimizer: Any) -> None:

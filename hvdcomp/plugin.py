@@ -132,7 +132,7 @@ class BoundCompression:
         self._summed = op == hvd.Sum
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         specs = [Spec.of(name, parameter) for name, parameter in self._parameters.items()]
-        layout = Layout(compressor, exclude=compressor.default_exclude)
+        layout = Layout(compressor)
         self._buckets = {
             bucket.members[0].name: bucket for bucket in layout.buckets(specs, groups=[[spec.name] for spec in specs])
         }

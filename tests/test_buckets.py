@@ -231,9 +231,12 @@ MODEL = [
         (("FC.weight",), {"conv.weight", "conv.bias", "fc.weight", "scale", "bn.weight"}),
         (("[bc]*",), {"fc.weight", "scale"}),
         (("*",), set()),
+        (None, {"conv.weight", "fc.weight"}),
+        (("<2", "fc.*"), {"conv.weight", "conv.bias", "bn.weight"}),
+        (("<999999",), set()),
     ],
 )
-def test_rules_of_exclusion(exclude: tuple[str, ...], left: set[str]) -> None:
+def test_rules_of_exclusion(exclude: tuple[str, ...] | None, left: set[str]) -> None:
     assert compressed(Layout(TopK(), exclude=exclude).buckets(MODEL)) == left
 
 
@@ -242,6 +245,11 @@ def test_the_word_1d_means_fewer_than_two_dimensions() -> None:
     assert is_excluded(spec("a", 3), ["1d"])
     assert not is_excluded(spec("a", 3, 1), ["1d"])
     assert not is_excluded(spec("1d", 3, 1), ["1d"])
+
+
+def test_a_size_means_fewer_elements() -> None:
+    assert [is_excluded(spec("a", n), ["<10"]) for n in (9, 10, 11)] == [True, False, False]
+    assert is_excluded(spec("a"), ["< 2"])
 
 
 def test_a_string_of_rules_is_refused() -> None:

@@ -164,10 +164,10 @@ def accumulate(residual: Tensor, gradient: Tensor, factor: float, wanted: int = 
     """
     if not (_is_compiled(residual) and _is_compiled(gradient)):
         return _accumulate_anywhere(residual, gradient, factor)
-    threshold = _sampled_threshold(residual, gradient, factor, wanted)
+    threshold, expected = _sampled_threshold(residual, gradient, factor, wanted)
 
     def run(start: int, end: int) -> tuple[int, Collected | None, tuple[float, ...], float]:
-        positions, values = _room(_share(wanted, end - start, residual.numel()) if math.isfinite(threshold) else 0)
+        positions, values = _room(_share(expected, end - start, residual.numel()))
         written, count, *sums, gradient_sq = _cpu().accumulate(
             residual.numpy()[start:end], gradient.numpy()[start:end], np.float32(factor), _float32(threshold),
             positions, values,
@@ -322,9 +322,9 @@ def tail(values: Tensor, at_least: int) -> Tail:
     The bound is estimated from a sample, so that there are as a rule few more than asked for.
     """
     if values.numel() > _SMALL and 0 < at_least * 4 <= values.numel():
-        sample = values[:: -(-values.numel() // _SAMPLE)].abs().cpu()
-        bound = _threshold_of(sample, at_least / values.numel())
-        found = collect(values, bound, at_least) if math.isfinite(bound) else None
+        sample = values[:: -(-values.numel() // _SAMPLE)].cpu()
+        bound, expected = _threshold_of(sample, at_least, values.numel())
+        found = collect(values, bound, expected) if expected else None
         if found is not None and found.positions.numel() >= at_least:
             return Tail(found, bound)
     return Tail(Collected(_every_position(values), values), 0.0)
@@ -403,27 +403,30 @@ def _is_compiled(values: Tensor) -> bool:
     return values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
 
 
-def _sampled_threshold(residual: Tensor, gradient: Tensor, factor: float, wanted: int) -> float:
-    """A magnitude that a little more than ``wanted`` sums reach, from a strided sample; inf where none is needed."""
+def _sampled_threshold(residual: Tensor, gradient: Tensor, factor: float, wanted: int) -> tuple[float, int]:
+    """A magnitude that a little more than ``wanted`` sums reach, and how many; (inf, 0) where none is needed."""
     numel = residual.numel()
     if not 0 < wanted * 4 <= numel or numel <= _SMALL:
-        return math.inf
+        return math.inf, 0
     stride = -(-numel // _SAMPLE)
-    return _threshold_of((residual[::stride] + gradient[::stride] * factor).abs(), wanted / numel)
+    return _threshold_of(residual[::stride] + gradient[::stride] * factor, wanted, numel)
 
 
-def _threshold_of(sample: Tensor, share: float) -> float:
-    """A quantile of the sample that ``share`` of the whole is all but sure to reach: four standard deviations lower."""
-    expected = sample.numel() * share
+def _threshold_of(sample: Tensor, wanted: int, numel: int) -> tuple[float, int]:
+    """A quantile of magnitudes that ``wanted`` of ``numel`` are all but sure to reach, and how many are likely to.
+
+    It lies four standard deviations lower than the sample's own; (inf, 0) where it would be 0.
+    """
+    expected = sample.numel() * wanted / numel
     rank = min(sample.numel(), math.ceil(expected + 4 * math.sqrt(expected) + 4))
-    threshold = float(np.partition(sample.numpy(), sample.numel() - rank)[sample.numel() - rank])
-    return threshold if threshold > 0 else math.inf
+    threshold = float(_kth_largest(sample, rank))
+    return (threshold, _share(rank, numel, sample.numel())) if 0 < threshold < math.inf else (math.inf, 0)
 
 
 def _at_least_k(values: Tensor, k: int) -> Collected | None:
     stride = -(-values.numel() // _SAMPLE)
-    threshold = _threshold_of(values[::stride].abs(), k / values.numel())
-    found = _collect_compiled(values, threshold, k) if math.isfinite(threshold) else None
+    threshold, expected = _threshold_of(values[::stride], k, values.numel())
+    found = _collect_compiled(values, threshold, expected) if expected else None
     return found if found is not None and found.positions.numel() >= k else None
 
 
@@ -445,9 +448,9 @@ def _with_room(data: Tensor, count: int, width: int) -> np.ndarray:
     return padded
 
 
-def _kth_largest(values: Tensor, k: int) -> np.float32:
+def _kth_largest(values: Tensor, k: int) -> Any:
     magnitude = np.abs(values.numpy())
-    return np.float32(np.partition(magnitude, magnitude.size - k)[magnitude.size - k])
+    return np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
 
 
 def _every_position(values: Tensor) -> Tensor:
@@ -480,6 +483,7 @@ def _float32(threshold: float) -> np.float32:
 
 
 def _share(expected: int, part: int, whole: int) -> int:
+    """``expected * part / whole``, rounded up."""
     return -(-expected * part // max(whole, 1))
 
 

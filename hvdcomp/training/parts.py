@@ -44,9 +44,8 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
 
 
 def _make_layout(compressor: compressors.Compressor, config: RunConfig) -> None:
-    exclude = compressor.default_exclude if config.exclude is None else config.exclude
     try:
-        Layout(compressor, config.granularity, config.bucket_mb, exclude)
+        Layout(compressor, config.granularity, config.bucket_mb, config.exclude)
     except ValueError as error:
         raise ConfigError(f"granularity: {error}") from error
 
