@@ -34,7 +34,8 @@ class StepRecord:
         bytes_dense: what plain Horovod would have handed over.
         bytes_received: what arrived: the other workers' payloads of an allgather, the ring's share of an allreduce.
         exchanges: collectives, decisions apart.
-        compress_s: selecting, encoding, decoding, feedback.
+        encode_s: adding gradients to residuals, selecting, making payloads.
+        decode_s: reading what arrived, writing the mean, keeping the residual.
         exchange_s: from the first collective's start to the last one's end.
         wait_s: the part of it in which this worker only waited.
         decide_s: waiting for the decision.
@@ -50,10 +51,16 @@ class StepRecord:
     bytes_dense: int = 0
     bytes_received: int = 0
     exchanges: int = 0
-    compress_s: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
     exchange_s: float = 0.0
     wait_s: float = 0.0
     decide_s: float = 0.0
+
+    @property
+    def compress_s(self) -> float:
+        """What compression takes on this worker."""
+        return self.encode_s + self.decode_s
 
     def count(self, fused: Fused, received: int) -> None:
         """Book one collective."""
@@ -213,7 +220,7 @@ class Exchange:
         )
         flight = _Flight(BucketRun(bucket, gradients, context))
         self._flights[bucket.index] = flight
-        with self._timed("compress_s"):
+        with self._timed("encode_s"):
             flight.run.begin()
         if self.coordinator is None:
             self._launch(flight)
@@ -229,7 +236,7 @@ class Exchange:
         else:
             self._run_all(flights, decision)
             record.skipped = not all(flight.run.settled() for flight in flights)
-        with self._timed("compress_s"):
+        with self._timed("decode_s"):
             for flight in flights:
                 if record.skipped:
                     flight.run.abort()
@@ -251,7 +258,7 @@ class Exchange:
         if self.coordinator is None:
             return None
         record = self._record
-        with self._timed("compress_s"):
+        with self._timed("encode_s"):
             shares = [flight.run.statistics() for _, flight in sorted(self._flights.items())]
             total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE
         with self._timed("decide_s"):
@@ -263,7 +270,7 @@ class Exchange:
     def _run_all(self, flights: list[_Flight], decision: Decision | None) -> None:
         if decision is not None:
             for flight in flights:
-                with self._timed("compress_s"):
+                with self._timed("encode_s"):
                     flight.run.decide(decision.level)
                 self._launch(flight)
         while any(flight.fused for flight in flights):
@@ -273,7 +280,7 @@ class Exchange:
             self._record.exchange_s = self.clock() - self._first_start
 
     def _launch(self, flight: _Flight) -> None:
-        with self._timed("compress_s"):
+        with self._timed("encode_s"):
             flight.fused = flight.run.fuse()
         if self._first_start is None and flight.fused:
             self._first_start = self.clock()
@@ -288,7 +295,7 @@ class Exchange:
             results = [wait() for wait in flight.waits]
         for fused, result in zip(flight.fused, results, strict=True):
             self._record.count(fused, bytes_received(fused, result, self.transport.workers))
-        with self._timed("compress_s"):
+        with self._timed("decode_s"):
             flight.run.answer(flight.fused, results)
         self._launch(flight)
 

@@ -50,9 +50,9 @@ class PowerSGD(Compressor):
         matrix = acc.view(rows, columns)
         p = yield Allreduce(self._project(matrix, rank, unit))
         p = orthogonalise(p)
-        q_own = matrix.t() @ p
+        q_own = p.t().contiguous() @ matrix  # Q transposed: the other way round takes three times as long
         q = yield Allreduce(q_own)
-        return LowRank(p, q, q_own, state={"q": q})
+        return LowRank(p, q.t(), q_own.t(), state={"q": q.t()})
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
         factors = self._factors(torch.Size(shape))

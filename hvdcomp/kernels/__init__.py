@@ -216,7 +216,7 @@ def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Coll
     if _is_compiled(source):
         positions, chosen = np.empty(k + 1, dtype=np.int32), np.empty(k + 1, dtype=np.float32)
         known = np.empty(0, dtype=np.int32) if candidates is None else candidates.positions.numpy()
-        _cpu().take_largest(known, source.numpy(), _kth_largest(source, k), k, positions, chosen)
+        _cpu().take_largest(known, source.numpy(), _kth_largest(np.abs(source.numpy()), k), k, positions, chosen)
         return Collected(torch.from_numpy(positions[:k]), torch.from_numpy(chosen[:k]))
     kept = torch_ops.largest(source, k)
     found = Collected(kept.to(torch.int32), source[kept])
@@ -322,8 +322,7 @@ def tail(values: Tensor, at_least: int) -> Tail:
     The bound is estimated from a sample, so that there are as a rule few more than asked for.
     """
     if values.numel() > _SMALL and 0 < at_least * 4 <= values.numel():
-        sample = values[:: -(-values.numel() // _SAMPLE)].cpu()
-        bound, expected = _threshold_of(sample, at_least, values.numel())
+        bound, expected = _threshold_of(_sampled(values), at_least, values.numel())
         found = collect(values, bound, expected) if expected else None
         if found is not None and found.positions.numel() >= at_least:
             return Tail(found, bound)
@@ -364,9 +363,9 @@ def unpack_positions(data: Tensor, width: int, counts: Tensor) -> Tensor:
     if data.device.type != "cpu":
         starts = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts) << width
         return (starts | torch_ops.unpack_bits(data, count, width)).to(torch.int32)
-    out = np.empty(count, dtype=np.int32)
+    out = np.empty(count + 4, dtype=np.int32)
     _cpu().unpack_positions(_with_room(data, count, width), width, counts.numpy(), out)
-    return torch.from_numpy(out)
+    return torch.from_numpy(out[:count])
 
 
 def count_blocks(positions: Tensor, block_log2: int, blocks: int) -> Tensor:
@@ -408,24 +407,30 @@ def _sampled_threshold(residual: Tensor, gradient: Tensor, factor: float, wanted
     numel = residual.numel()
     if not 0 < wanted * 4 <= numel or numel <= _SMALL:
         return math.inf, 0
-    stride = -(-numel // _SAMPLE)
-    return _threshold_of(residual[::stride] + gradient[::stride] * factor, wanted, numel)
+    stride = _stride(numel)
+    magnitudes = np.empty(-(-numel // stride), dtype=np.float32)
+    _cpu().sample(residual.numpy(), gradient.numpy(), np.float32(factor), stride, magnitudes)
+    return _threshold_of(magnitudes, wanted, numel)
 
 
-def _threshold_of(sample: Tensor, wanted: int, numel: int) -> tuple[float, int]:
+def _stride(numel: int) -> int:
+    """Of a sample from which a threshold is estimated: 1/128 of the elements, 2048 to 32768."""
+    return -(-numel // min(max(numel // 128, 2048), _SAMPLE))
+
+
+def _threshold_of(magnitudes: np.ndarray, wanted: int, numel: int) -> tuple[float, int]:
     """A quantile of magnitudes that ``wanted`` of ``numel`` are all but sure to reach, and how many are likely to.
 
     It lies four standard deviations lower than the sample's own; (inf, 0) where it would be 0.
     """
-    expected = sample.numel() * wanted / numel
-    rank = min(sample.numel(), math.ceil(expected + 4 * math.sqrt(expected) + 4))
-    threshold = float(_kth_largest(sample, rank))
-    return (threshold, _share(rank, numel, sample.numel())) if 0 < threshold < math.inf else (math.inf, 0)
+    expected = magnitudes.size * wanted / numel
+    rank = min(magnitudes.size, math.ceil(expected + 4 * math.sqrt(expected) + 4))
+    threshold = float(_kth_largest(magnitudes, rank))
+    return (threshold, _share(rank, numel, magnitudes.size)) if 0 < threshold < math.inf else (math.inf, 0)
 
 
 def _at_least_k(values: Tensor, k: int) -> Collected | None:
-    stride = -(-values.numel() // _SAMPLE)
-    threshold, expected = _threshold_of(values[::stride], k, values.numel())
+    threshold, expected = _threshold_of(_sampled(values), k, values.numel())
     found = _collect_compiled(values, threshold, expected) if expected else None
     return found if found is not None and found.positions.numel() >= k else None
 
@@ -448,9 +453,12 @@ def _with_room(data: Tensor, count: int, width: int) -> np.ndarray:
     return padded
 
 
-def _kth_largest(values: Tensor, k: int) -> Any:
-    magnitude = np.abs(values.numpy())
-    return np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
+def _sampled(values: Tensor) -> np.ndarray:
+    return np.asarray(values[:: _stride(values.numel())].abs().cpu().numpy())
+
+
+def _kth_largest(magnitudes: np.ndarray, k: int) -> Any:
+    return np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
 
 
 def _every_position(values: Tensor) -> Tensor:

@@ -59,6 +59,13 @@ def _padded(source, start):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def sample(residual, gradient, factor, stride, out):  # type: ignore[no-untyped-def]
+    """out = magnitudes of residual + factor * gradient at every ``stride``-th element."""
+    for i in range(out.shape[0]):
+        out[i] = abs(residual[i * stride] + gradient[i * stride] * factor)
+
+
+@_jit
 def accumulate(residual, gradient, factor, threshold, positions, values):  # type: ignore[no-untyped-def]
     """residual += factor * gradient, up to the first block of 64 in which a sum is not finite.
 
@@ -269,16 +276,21 @@ def unpack_positions(data, width, counts, out):  # type: ignore[no-untyped-def]
     """Offsets as :func:`unpack_bits` has them, each plus the start of its block of 2^width.
 
     Args:
-        counts: of each block; their sum is the length of ``out``.
+        counts: of each block.
+        out: 4 elements more than the counts' sum; those are scratch.
     """
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    i = 0
+    end = 0
     for block in range(counts.shape[0]):
-        for _ in range(counts[block]):
-            first = i * width
-            offset = (load_word(data, first >> 3) >> np.uint64(first & 7)) & mask
-            out[i] = np.int32(np.uint64(block) << np.uint64(width) | offset)
-            i += 1
+        start = np.int32(block << width)
+        for i in range(4):  # most blocks hold fewer, and a loop of each one's own length is mispredicted
+            out[end + i] = start
+        for i in range(4, counts[block]):
+            out[end + i] = start
+        end += counts[block]
+    for i in range(end):
+        first = i * width
+        out[i] |= np.int32((load_word(data, first >> 3) >> np.uint64(first & 7)) & mask)
 
 
 @_jit

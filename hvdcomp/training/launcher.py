@@ -55,18 +55,32 @@ class Job:
     hosts: str | None = None
     """Host names with slots, "node1:4,node2:4"; None: this machine."""
     hostfile: str | None = None
+    options: Sequence[str] = ()
+    """More options for Open MPI's mpirun."""
+    within: Sequence[str] = ()
+    """A command that runs the launcher, such as ("ip", "netns", "exec", "namespace")."""
 
     def command_line(self, environment: Mapping[str, str]) -> list[str]:
         """What to execute. Raises LaunchError when the launcher is not installed."""
         program = find_program(self.launcher)
         if self.launcher == "horovodrun":
-            return [program, "--gloo", "-np", str(self.workers), *self._places("-H", "--hostfile"), *self.command]
+            return [
+                *self.within,
+                program,
+                "--gloo",
+                "-np",
+                str(self.workers),
+                *self._places("-H", "--hostfile"),
+                *self.command,
+            ]
         if "Open MPI" not in _version(program) and "OpenRTE" not in _version(program):
-            return [program, "-np", str(self.workers), *self._places("-hosts", "-f"), *self.command]
+            return [*self.within, program, "-np", str(self.workers), *self._places("-hosts", "-f"), *self.command]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         placed = ["--oversubscribe", "--bind-to", "none", *self._places("-H", "--hostfile")]
         passed = [word for name in sorted(environment) if name.startswith(_PASSED_ON) for word in ("-x", name)]
-        return [program, *root, "-np", str(self.workers), *placed, *passed, *self.command]
+        installed = str(Path(program).resolve())  # Open MPI looks for its daemon beside what was called
+        started = [installed, *root, *self.options, "-np", str(self.workers), *placed, *passed]
+        return [*self.within, *started, *self.command]
 
     def _places(self, hosts_option: str, hostfile_option: str) -> list[str]:
         hosts = [hosts_option, self.hosts] if self.hosts else []

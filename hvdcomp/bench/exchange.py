@@ -1,0 +1,176 @@
+"""What an exchange takes over networks of chosen bandwidths, against plain Horovod: `hvdcomp bench exchange`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.bench.methods import Named, checked_writable, split_methods
+from hvdcomp.bench.network import Hosts, missing
+from hvdcomp.bench.shapes import MODELS
+from hvdcomp.buckets import Layout
+from hvdcomp.compressors import create
+from hvdcomp.config import ConfigError, did_you_mean, load
+from hvdcomp.training.checkpoint import write_atomically
+from hvdcomp.training.launcher import Job
+from hvdcomp.training.launcher import run as run_job
+
+log = logging.getLogger(__name__)
+
+DEFAULT_METHODS = "none,fp16,topk:cf=100,powersgd:rank=4"
+TOLERANCE = 0.02
+"""Plain Horovod is timed against itself until the 95 % interval of that ratio is this narrow."""
+WARMUP_STEPS, MIN_ROUNDS = 2, 5
+
+_UNLIMITED = "none"
+_PLAIN = (Named("horovod", {}), Named("horovod", {}), Named("horovod-fp16", {}))
+"""The reference, the same again (how much two equal things differ here), and Horovod's own compression."""
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+Row = dict[str, Any]
+
+
+def run(
+    model: str,
+    workers: int,
+    bandwidths: str,
+    methods: str,
+    *,
+    compute_s: float,
+    limit_s: float,
+    json_file: Path | None,
+) -> list[Row]:
+    """What the command does: checks everything, then measures.
+
+    Args:
+        bandwidths: for example "100mbit,1gbit,none"; "none" is unlimited.
+        limit_s: no further round is begun after so many seconds at a bandwidth.
+
+    Raises:
+        ConfigError: an argument is not allowed, or a worker failed.
+    """
+    shapes = shapes_of(model)
+    chosen = split_methods(methods)
+    for method in chosen:
+        _check_method(method)
+    wanted = [(text, bits_per_s(text)) for text in bandwidths.split(",")]
+    if json_file is not None:
+        checked_writable(json_file)
+    reason = missing()
+    if reason is not None:
+        limited = [text for text, rate in wanted if rate is not None]
+        log.warning("workers share this machine's loopback, as %s%s", reason, f"; left out: {limited}" * bool(limited))
+        wanted = [(text, rate) for text, rate in wanted if rate is None]
+    rows: list[Row] = []
+    with _hosts(0 if reason is not None else workers) as hosts:
+        for text, rate in wanted:
+            if hosts is not None:
+                hosts.shape(rate)
+            plan = {
+                "shapes": shapes,
+                "methods": [[method.name, method.params] for method in (*_PLAIN, *chosen)],
+                "bandwidth": text,
+                "compute_s": compute_s,
+                "limit_s": limit_s,
+                "tolerance": TOLERANCE,
+                "warmup": WARMUP_STEPS,
+                "min_rounds": MIN_ROUNDS,
+            }
+            rows += _measure(plan, workers, hosts)
+    if json_file is not None:
+        write_atomically(json_file, (json.dumps(rows, indent=2) + "\n").encode())
+    return rows
+
+
+def shapes_of(model: str) -> dict[str, list[int]]:
+    """Names and shapes of a model's trained tensors: a known one's, or those of a training configuration's."""
+    if model in MODELS:
+        return {name: list(shape) for name, shape in MODELS[model]().items()}
+    if not Path(model).exists():
+        raise ConfigError(
+            f"there is no model {model!r}{did_you_mean(model, MODELS)}; allowed: {', '.join(MODELS)}, or the file of a "
+            "training configuration"
+        )
+    from hvdcomp.training.parts import build_model
+
+    network = build_model(load(Path(model)))
+    return {name: list(p.shape) for name, p in network.named_parameters() if p.requires_grad}
+
+
+def bits_per_s(text: str) -> float | None:
+    """A bandwidth such as "1gbit" in bit/s; None for "none", which is unlimited."""
+    if text.strip() == _UNLIMITED:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.strip().lower())
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"bandwidth must be such as 100mbit, 1gbit, 2.5gbit or none (unlimited), got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The rows as text, under short titles."""
+    seen: set[str] = set()
+    shown = []
+    for row in rows:
+        again = row["method"] == _PLAIN[0].name and row["bandwidth"] in seen
+        seen |= {row["bandwidth"]}
+        low, high = row["speedup_interval"]
+        shown.append(
+            {
+                "bandwidth": row["bandwidth"],
+                "method": f"{row['method']} again" if again else row["method"],
+                "parameters": ", ".join(f"{key}={value}" for key, value in row["params"].items()),
+                "MB sent": f"{row['nbytes'] / 1e6:.3g}",
+                **{
+                    f"{name} ms": "" if row[f"{name}_ms"] is None else f"{row[f'{name}_ms']:.1f}"
+                    for name in ("encode", "exchange", "wait", "decode", "step")
+                },
+                "quartiles": "{:.1f}..{:.1f}".format(*row["step_ms_quartiles"]),
+                "dense / this": f"{row['speedup']:.2f}",
+                "95 % interval": f"{low:.2f}..{high:.2f}",
+            }
+        )
+    return shown
+
+
+def _measure(plan: dict[str, Any], workers: int, hosts: Hosts | None) -> list[Row]:
+    """All rows at one bandwidth."""
+    log.info("%s", plan["bandwidth"])
+    with tempfile.TemporaryDirectory(prefix="hvdcomp-") as folder:
+        plan_file, rows_file = Path(folder) / "plan.json", Path(folder) / "rows.json"
+        plan_file.write_text(json.dumps(plan))
+        job = Job(
+            [sys.executable, "-m", "hvdcomp.bench.exchange_worker", str(plan_file), str(rows_file)],
+            workers,
+            hosts=None if hosts is None else ",".join(f"{address}:1" for address in hosts.addresses),
+            options=() if hosts is None else hosts.launcher_options(),
+            within=() if hosts is None else hosts.on_first(()),
+        )
+        code = run_job(job, "lines")
+        if code != 0:
+            raise ConfigError(f"the workers ended with exit code {code}; what they said stands above")
+        rows: list[Row] = json.loads(rows_file.read_text())
+    return rows
+
+
+@contextmanager
+def _hosts(count: int) -> Iterator[Hosts | None]:
+    if count == 0:
+        yield None
+        return
+    with Hosts(count) as hosts:
+        yield hosts
+
+
+def _check_method(method: Named) -> None:
+    try:
+        Layout(create(method.name, **method.params))
+    except ValueError as error:
+        raise ConfigError(f"method {method.name!r}: {error}") from error

@@ -1,0 +1,201 @@
+"""One rank of `hvdcomp bench exchange`: real optimizers, gradients of a network's shapes, a backward pass that waits.
+
+    python -m hvdcomp.bench.exchange_worker PLAN.json ROWS.json
+
+Every contestant wraps parameters of its own, which share their memory with the others'; the contestants take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvdcomp.compressors import create
+from hvdcomp.optimizer import DistributedOptimizer
+
+HOROVOD, HOROVOD_FP16 = "horovod", "horovod-fp16"
+"""The contestants that are plain Horovod."""
+_DIFFERENT = 2
+"""Sets of gradients that take turns."""
+_RESAMPLINGS = 2000
+
+
+class _Ready(torch.autograd.Function):
+    """The identity, whose backward computes for a while and then hands one parameter its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, parameter: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds
+        return signal.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.seconds > 0:
+            time.sleep(ctx.seconds)
+        return signals[0], ctx.gradient, None, None
+
+
+@dataclass
+class Contestant:
+    """A method with its optimizer, and what its steps took.
+
+    Attributes:
+        step_s: seconds of each step, the slowest rank's.
+        parts_s: rank 0's seconds of each step by name, of our own optimizer.
+    """
+
+    method: str
+    params: dict[str, Any]
+    parameters: list[nn.Parameter]
+    optimizer: Any
+    nbytes: int = 0
+    step_s: list[float] = field(default_factory=list)
+    parts_s: list[dict[str, float]] = field(default_factory=list)
+
+
+class Arena:
+    """What the contestants share: memory of parameters and gradients, and the gradients that a step brings.
+
+    Args:
+        shapes: of the tensors, by name, in the order of the forward pass.
+        compute_s: seconds of the simulated backward pass, spread over tensors of two and more dimensions.
+    """
+
+    def __init__(self, shapes: Mapping[str, list[int]], compute_s: float) -> None:
+        self.names = list(shapes)
+        self.values = [torch.zeros(shape) for shape in shapes.values()]
+        self.grads = [torch.zeros(shape) for shape in shapes.values()]
+        generator = torch.Generator().manual_seed(hvd.rank())
+        self.given = [[torch.randn(s, generator=generator) for s in shapes.values()] for _ in range(_DIFFERENT)]
+        layers = max(1, sum(len(shape) > 1 for shape in shapes.values()))
+        self.compute_s = [compute_s / layers if len(shape) > 1 else 0.0 for shape in shapes.values()]
+        self.steps = 0
+
+    def contestant(self, method: str, params: dict[str, Any]) -> Contestant:
+        parameters = [nn.Parameter(value) for value in self.values]
+        named = list(zip(self.names, parameters, strict=True))
+        stock = torch.optim.SGD(parameters, lr=0.1)
+        if method in (HOROVOD, HOROVOD_FP16):
+            kind = hvd.Compression.fp16 if method == HOROVOD_FP16 else hvd.Compression.none
+            optimizer = hvd.DistributedOptimizer(stock, named_parameters=named, compression=kind)
+            nbytes = sum(p.numel() for p in parameters) * (2 if method == HOROVOD_FP16 else 4)
+            return Contestant(method, params, parameters, optimizer, nbytes)
+        return Contestant(
+            method, params, parameters, DistributedOptimizer(stock, named, compression=create(method, **params))
+        )
+
+    def step(self, contestant: Contestant) -> None:
+        """One step of a contestant, from a common start; its time is kept."""
+        self.steps += 1
+        signal = torch.ones(1, requires_grad=True)
+        for parameter, grad, given, seconds in zip(
+            contestant.parameters, self.grads, self.given[self.steps % _DIFFERENT], self.compute_s, strict=True
+        ):
+            parameter.grad = grad.zero_()
+            signal = _Ready.apply(signal, parameter, given, seconds)
+        hvd.allreduce(torch.zeros(1), name="start")
+        began = time.perf_counter()
+        signal.backward()
+        contestant.optimizer.synchronize()
+        contestant.step_s.append(time.perf_counter() - began)
+        record = getattr(contestant.optimizer, "last_step", None)
+        if record is not None:
+            contestant.nbytes = record.bytes_sent
+            names = ("encode_s", "exchange_s", "wait_s", "decode_s")
+            contestant.parts_s.append({name: getattr(record, name) for name in names})
+        for parameter in contestant.parameters:
+            parameter.grad = None
+
+
+def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list[dict[str, Any]]:
+    """Let the contestants of a plan take turns, in another order each round, until the A/A interval is narrow enough.
+
+    Returns a row each, alike on all ranks but for rank 0's parts.
+    """
+    arena = Arena(plan["shapes"], plan["compute_s"])
+    contestants = [arena.contestant(method, params) for method, params in plan["methods"]]
+    began = time.perf_counter()
+    order = np.random.default_rng(0)
+    rounds = 0
+    for contestant in contestants:  # compiles, negotiates, fills residuals
+        for _ in range(plan["warmup"]):
+            arena.step(contestant)
+        contestant.step_s.clear()
+        contestant.parts_s.clear()
+    while True:
+        for number in order.permutation(len(contestants)):
+            arena.step(contestants[number])
+        rounds += 1
+        latest = torch.tensor([[c.step_s[-1] for c in contestants] + [time.perf_counter() - began]])
+        slowest = hvd.allgather(latest, name="times").amax(dim=0).tolist()
+        for contestant, seconds in zip(contestants, slowest, strict=False):
+            contestant.step_s[-1] = seconds
+        low, high = interval(contestants[0].step_s, contestants[1].step_s)
+        progress(rounds, max(1 - low, high - 1))
+        settled = 1 - plan["tolerance"] <= low and high <= 1 + plan["tolerance"]
+        if rounds >= plan["min_rounds"] and (settled or slowest[-1] > plan["limit_s"]):
+            return [_row(contestant, contestants[0], plan) for contestant in contestants]
+
+
+def interval(reference_s: list[float], steps_s: list[float]) -> tuple[float, float]:
+    """95 % interval, by bootstrap over rounds, of median(steps) / median(reference)."""
+    reference, steps = np.asarray(reference_s), np.asarray(steps_s)
+    drawn = np.random.default_rng(0).integers(len(steps), size=(_RESAMPLINGS, len(steps)))
+    ratios = np.median(steps[drawn], axis=1) / np.median(reference[drawn], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _row(contestant: Contestant, dense: Contestant, plan: Mapping[str, Any]) -> dict[str, Any]:
+    low, high = interval(contestant.step_s, dense.step_s)
+    step_s = np.asarray(contestant.step_s)
+    ours = bool(contestant.parts_s)
+    parts = {
+        f"{name.removesuffix('_s')}_ms": 1e3 * float(np.median([p[name] for p in contestant.parts_s])) if ours else None
+        for name in ("encode_s", "exchange_s", "wait_s", "decode_s")
+    }
+    if not ours:  # all of its step but the backward pass is the exchange
+        parts["exchange_ms"] = 1e3 * (float(np.median(step_s)) - plan["compute_s"])
+    return {
+        "method": contestant.method,
+        "params": contestant.params,
+        "bandwidth": plan["bandwidth"],
+        "ranks": hvd.size(),
+        "nbytes": contestant.nbytes,
+        **parts,
+        "step_ms": 1e3 * float(np.median(step_s)),
+        "step_ms_quartiles": [1e3 * float(q) for q in np.percentile(step_s, [25, 75])],
+        "speedup": float(np.median(dense.step_s) / np.median(step_s)),
+        "speedup_interval": [low, high],
+        "rounds": len(contestant.step_s),
+    }
+
+
+def main() -> None:
+    plan_file, rows_file = map(Path, sys.argv[1:3])
+    plan = json.loads(plan_file.read_text())
+    torch.set_num_threads(plan["threads"])
+    hvd.init()
+
+    def progress(rounds: int, spread: float) -> None:
+        if hvd.rank() == 0:
+            print(f"  round {rounds}: horovod against itself within {100 * spread:.1f} %", file=sys.stderr, flush=True)
+
+    rows = run(plan, progress)
+    if hvd.rank() == 0:
+        rows_file.write_text(json.dumps(rows))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
