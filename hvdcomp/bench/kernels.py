@@ -232,8 +232,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, str]]:
     return [
         {
             "method": row["method"],
-            "parameters": ", ".join(f"{name}={value}" for name, value in row["params"].items()),
-            "shape": "x".join(map(str, row["shape"])),
+            "parameters": _parameters(row),
             "encode ms": _text(row["encode_ms"]),
             "decode ms": _text(row["decode_ms"]),
             "GB/s": _text(4e-6 * math.prod(row["shape"]) / row["encode_ms"]),
@@ -471,6 +470,12 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _parameters(row: Row) -> str:
+    """The method's, and the shape of a matrix."""
+    matrix = ["x".join(map(str, row["shape"]))] if len(row["shape"]) > 1 else []
+    return ", ".join([f"{name}={value}" for name, value in row["params"].items()] + matrix)
 
 
 def _text(value: float | None) -> str:
