@@ -505,7 +505,7 @@ def test_a_run_on_two_ranks_learns_and_leaves_its_records(tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", [{"compression": "topk"}, {"compression": "none"}, {"HVDCOMP_DISABLE": "1"}], ids=str)
 def test_recorded_gradients_are_rank_0s_own(tmp_path: Path, how: dict[str, str]) -> None:
     """An exchange that was under way while backward went on has left no trace in them."""
-    config = write(tmp_path, CONFIG.replace("training_runs:noisy_net'", "training_runs:plain_net'"))
+    config = write(tmp_path, CONFIG.replace("training_runs:noisy_net'", "training_runs:slow_backward_net'"))
     overrides = [f"{name}={value}" for name, value in how.items() if name.islower()]
     variables = {name: value for name, value in how.items() if name.isupper()}
     every = ["record_gradients=10", "bucket_mb=1e-4"]
@@ -550,7 +550,7 @@ def test_recording_takes_none_of_an_iterations_time(tmp_path: Path) -> None:
     config = write(tmp_path, CONFIG.replace("training_runs:noisy_net", "training_runs:slow_disk"))
     train(config, f"run_dir={tmp_path / 'run'}", "steps=4", "record_gradients=4", "checkpoint_every=0")
     assert list(load_gradients(tmp_path / "run")) == [1, 2, 3, 4]
-    assert max(line["iteration_s"] for line in rows(tmp_path / "run")[1:]) < 0.5
+    assert max(line["iteration_s"] for line in rows(tmp_path / "run")[1:]) < 1  # the file and its folder: two syncs
 
 
 @pytest.mark.ranks

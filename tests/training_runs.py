@@ -112,9 +112,18 @@ def noisy_net(hidden: int = 32) -> nn.Module:
     return NoisyNet(hidden)
 
 
-def plain_net() -> nn.Module:
+class SlowBackward(nn.Module):
+    """Leaves an exchange of the later layers' gradients time to end before backward does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: time.sleep(0.05))
+        return x
+
+
+def slow_backward_net() -> nn.Module:
     """Nothing random, and nothing that a rank has of its own."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), SlowBackward(), nn.Linear(32, 10))
 
 
 def faulty(at_step: int = 8, rank: int = 1, how: str = "kill") -> nn.Module:
