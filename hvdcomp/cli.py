@@ -28,6 +28,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+bench = typer.Typer(help="Measure what methods cost and save on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 KINDS = ("compressors", "schedules", "models", "datasets", "fields")
 
 
@@ -89,6 +92,36 @@ def list_(
         typer.echo(json.dumps(rows, indent=2, default=str))
     else:
         _print_table(rows)
+
+
+@bench.command()
+def kernels(
+    numel: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Elements of the gradient.")] = 25_000_000,
+    dist: Annotated[
+        Literal["laplace", "normal", "student-t", "real"], typer.Option(help="What the gradient is drawn from.")
+    ] = "laplace",
+    gradients: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="With --dist real: a run with record_gradients=N.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="For example topk:cf=100:values=fp16,topk:levels=[10,100],index code:density=0.1; default: all."
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds; default: what a few seconds allow.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
+) -> None:
+    """Time every method on one worker's CPU, without a network: from a gradient to payloads, and back to the mean."""
+    from hvdcomp.bench import kernels as bench_kernels
+
+    def action() -> tuple[str, list[dict[str, Any]]]:
+        return bench_kernels.run(numel, dist, gradients, methods, threads=threads, repeat=repeat, json_file=json_file)
+
+    headline, rows = _checked(action)
+    typer.echo(headline)
+    _print_table(bench_kernels.table(rows))
 
 
 def main() -> None:

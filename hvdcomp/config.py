@@ -123,6 +123,12 @@ class RunConfig(_Section):
         0, ge=0, description="steps between checks that all ranks hold equal parameters; 0: only at the end"
     )
     log_every: int = Field(10, ge=1, description="steps between points in TensorBoard; metrics.jsonl has every step")
+    record_gradients: int = Field(
+        0,
+        ge=0,
+        description="rank 0's raw gradients of so many steps, spread evenly over the run, are kept in "
+        "run_dir/gradients",
+    )
 
     def to_yaml(self) -> str:
         """The file that loads to this configuration again."""
@@ -189,7 +195,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _yaml(text: str, what: str) -> Any:
+def read_yaml(text: str, what: str) -> Any:
+    """The value that a text stands for. Raises ConfigError, headed by `what`, where it is none."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ConfigError) as error:
@@ -204,7 +211,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no file {path}{did_you_mean(str(path), siblings)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    values = _yaml(text, str(path))
+    values = read_yaml(text, str(path))
     if not isinstance(values or {}, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, it holds {_brief(values)}")
     return values or {}
@@ -215,7 +222,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     parts = key.split(".")
     if not equals or not all(parts):
         raise ConfigError(f"{override!r} is no override: write key=value, for example optimizer.lr=0.05")
-    _set(values, parts, _yaml(text, override), override)
+    _set(values, parts, read_yaml(text, override), override)
 
 
 def _set(values: dict[str, Any], parts: Sequence[str], value: Any, override: str) -> None:

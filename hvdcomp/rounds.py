@@ -83,9 +83,10 @@ class BucketRun:
     phase: int = 0
     finite: bool = True
     """No worker is known to have met a NaN or an Inf in this bucket."""
+    outcomes: dict[int, Reduced] = field(default_factory=dict)
+    """What the rounds of each unit came to, by its place in the bucket, once they are over."""
     _generators: dict[int, Rounds] = field(default_factory=dict)
     _waiting: dict[int, Request] = field(default_factory=dict)
-    _outcomes: dict[int, Reduced] = field(default_factory=dict)
     _accumulated: set[int] = field(default_factory=set)
     _acc: dict[int, Tensor] = field(default_factory=dict)
     _sums: dict[int, Accumulated] = field(default_factory=dict)
@@ -141,14 +142,23 @@ class BucketRun:
     def settled(self) -> bool:
         """False where any worker met a non-finite value, or a mean overflowed that would harm what is kept: skip."""
         parts = self.bucket.parts
-        kept = [o for n, o in self._outcomes.items() if parts[n].feedback is not None or o.state is not None]
+        kept = [o for n, o in self.outcomes.items() if parts[n].feedback is not None or o.state is not None]
         return self.finite and all(outcome.finite() for outcome in kept)
 
     def commit(self) -> None:
         """Write the means and keep the residuals and states."""
-        for number, outcome in self._outcomes.items():
+        self.write_means()  # before settling: alone in the world, a mean may be a view of the residual
+        self.keep()
+
+    def write_means(self) -> None:
+        """The first half of :meth:`commit`."""
+        for number, outcome in self.outcomes.items():
+            self._write(self.bucket.parts[number], outcome)
+
+    def keep(self) -> None:
+        """The second half of :meth:`commit`: what was sent leaves the residuals, and states change."""
+        for number, outcome in self.outcomes.items():
             part = self.bucket.parts[number]
-            self._write(part, outcome)  # before settling: alone in the world, the mean may be a view of the residual
             if part.feedback is not None:
                 outcome.settle_(part.feedback.residual)
             if outcome.state is not None:
@@ -226,7 +236,7 @@ class BucketRun:
         try:
             self._waiting[number] = resume()
         except StopIteration as stop:
-            self._outcomes[number] = stop.value
+            self.outcomes[number] = stop.value
 
     def _fuse(self, kind: str, root: int, numbers: list[int]) -> Fused:
         requests = [self._waiting[number] for number in numbers]

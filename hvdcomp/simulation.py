@@ -167,13 +167,17 @@ class World:
             if not fused[0]:
                 return
             self.nbytes += sum(request.buffer.nbytes for request in fused[0])
-            answers = [_collective(list(same)) for same in zip(*fused, strict=True)]
+            answers = [collective(list(same)) for same in zip(*fused, strict=True)]
             for worker, run in enumerate(workers):
                 run.answer(fused[worker], [answer[worker] for answer in answers])
 
 
-def _collective(requests: list[Fused]) -> list[Tensor]:
-    """What each worker gets back."""
+def collective(requests: list[Fused]) -> list[Tensor]:
+    """What each worker gets back.
+
+    Args:
+        requests: every worker's, in worker order.
+    """
     buffers = [request.buffer for request in requests]
     kinds = {request.key for request in requests}
     if len(kinds) > 1:

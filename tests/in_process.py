@@ -19,7 +19,7 @@ from hvdcomp.coordinator import Coordinator
 from hvdcomp.exchange import Exchange, LocalTransport, StepRecord
 from hvdcomp.rounds import Fused
 from hvdcomp.schedules import Schedule
-from hvdcomp.simulation import _collective
+from hvdcomp.simulation import collective
 
 
 class Board:
@@ -63,7 +63,7 @@ class ThreadTransport:
         self.names.append(name)
         sent = replace(fused, buffer=fused.buffer.clone())  # others may read it after we have written the mean
         wait = self.board.meet(f"{name}.{self.names.count(name)}", self.worker, sent)
-        return lambda: _collective(wait())[self.worker].clone()
+        return lambda: collective(wait())[self.worker].clone()
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         return self.board.meet(name, self.worker, value)()

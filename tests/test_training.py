@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.utils.data import TensorDataset
 from training_runs import CONFIG, blobs, command, environment, hvdcomp, rows, summary, train
 
@@ -27,9 +28,11 @@ from hvdcomp.training import checkpoint
 from hvdcomp.training.checkpoint import CheckpointError, find_latest, load_own, load_shared, write_atomically
 from hvdcomp.training.data import as_data, batches, cut, digits, epoch_order
 from hvdcomp.training.data import test_batches as batches_of_tests
+from hvdcomp.training.gradients import load_gradients
 from hvdcomp.training.lr import lr_factor
 from hvdcomp.training.metrics import PARTS, MetricsLog, Totals
 from hvdcomp.training.models import MODELS, digest, parameter_count
+from hvdcomp.training.parts import build_data, build_model
 from hvdcomp.training.progress import figures
 from hvdcomp.training.run_folder import RunFolder
 from hvdcomp.training.verdict import sentence
@@ -493,6 +496,61 @@ def test_a_run_on_two_ranks_learns_and_leaves_its_records(tmp_path: Path) -> Non
     assert result["paid"] in done.out
     assert "replicas equal" in done.out
     assert done.err == ""
+
+
+# -- recorded gradients
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", [{"compression": "topk"}, {"compression": "none"}, {"HVDCOMP_DISABLE": "1"}], ids=str)
+def test_recorded_gradients_are_rank_0s_own(tmp_path: Path, how: dict[str, str]) -> None:
+    """An exchange that was under way while backward went on has left no trace in them."""
+    config = write(tmp_path, CONFIG.replace("training_runs:noisy_net'", "training_runs:slow_backward_net'"))
+    overrides = [f"{name}={value}" for name, value in how.items() if name.islower()]
+    variables = {name: value for name, value in how.items() if name.isupper()}
+    every = ["record_gradients=10", "bucket_mb=1e-4"]
+    train(config, "-np", "2", f"run_dir={tmp_path / 'run'}", *every, *overrides, **variables)
+    found = load_gradients(tmp_path / "run")
+    assert list(found) == list(range(1, 11))
+    settings = parse(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    own, mean = first_gradients(settings)
+    assert list(found[1]) == sorted(own)
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, own[name])
+        assert not torch.allclose(gradient, mean[name])
+
+
+def first_gradients(settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Worker 0's at the first of its steps, and the mean over the two workers."""
+    model, data = build_model(settings), build_data(settings)
+    found = []
+    for worker in (0, 1):
+        how = {"seed": settings.seed, "epoch": 0, "start": 0, "batch_size": settings.data.batch_size}
+        batch = next(batches(data.train, worker=worker, workers=2, **how))
+        model.zero_grad()
+        (batch.weight * data.loss(model(batch.inputs), batch.targets)).backward()
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    return found[0], {name: (found[0][name] + found[1][name]) / 2 for name in found[0]}
+
+
+@pytest.mark.ranks
+def test_a_resumed_run_keeps_what_was_recorded_and_goes_on(tmp_path: Path) -> None:
+    config, folder = write(tmp_path), tmp_path / "run"
+    train(config, f"run_dir={folder}", "steps=4", "record_gradients=2")
+    first = load_gradients(folder)
+    assert list(first) == [1, 3]
+    train(config, f"run_dir={folder}", "steps=8", "record_gradients=4", "--resume")
+    found = load_gradients(folder)
+    assert list(found) == [1, 3, 5, 7]
+    assert all(torch.equal(found[step][name], first[step][name]) for step in first for name in first[step])
+
+
+@pytest.mark.ranks
+def test_recording_takes_none_of_an_iterations_time(tmp_path: Path) -> None:
+    config = write(tmp_path, CONFIG.replace("training_runs:noisy_net", "training_runs:slow_disk"))
+    train(config, f"run_dir={tmp_path / 'run'}", "steps=4", "record_gradients=4", "checkpoint_every=0")
+    assert list(load_gradients(tmp_path / "run")) == [1, 2, 3, 4]
+    assert max(line["iteration_s"] for line in rows(tmp_path / "run")[1:]) < 1  # the file and its folder: two syncs
 
 
 @pytest.mark.ranks

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,34 @@ def noisy_net(hidden: int = 32) -> nn.Module:
     return NoisyNet(hidden)
 
 
+class SlowBackward(nn.Module):
+    """Leaves an exchange of the later layers' gradients time to end before backward does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: time.sleep(0.05))
+        return x
+
+
+def slow_backward_net() -> nn.Module:
+    """Nothing random, and nothing that a rank has of its own."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), SlowBackward(), nn.Linear(32, 10))
+
+
 def faulty(at_step: int = 8, rank: int = 1, how: str = "kill") -> nn.Module:
     return Faulty(at_step, rank, how)
+
+
+def slow_disk() -> nn.Module:
+    """A net in a process whose files take half a second to reach the disk."""
+    real = os.fsync
+
+    def slow(handle: int) -> None:
+        time.sleep(0.5)
+        real(handle)
+
+    os.fsync = slow
+    return NoisyNet(16)
 
 
 def not_a_model() -> str:

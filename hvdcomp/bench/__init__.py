@@ -1,0 +1,1 @@
+"""Measurements: what methods cost and save on this machine."""

@@ -14,7 +14,17 @@ from hvdcomp.training.checkpoint import discard_incomplete, find_latest, write_a
 log = logging.getLogger(__name__)
 
 FREE_TO_CHANGE = frozenset(
-    {"epochs", "steps", "run_dir", "device", "evaluate_every", "checkpoint_every", "check_replicas_every", "log_every"}
+    {
+        "epochs",
+        "steps",
+        "run_dir",
+        "device",
+        "evaluate_every",
+        "checkpoint_every",
+        "check_replicas_every",
+        "log_every",
+        "record_gradients",
+    }
 )
 """Fields that may differ when a run is resumed."""
 

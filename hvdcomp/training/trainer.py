@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hvdcomp.config import ConfigError, RunConfig
 from hvdcomp.training import checkpoint, parts
 from hvdcomp.training.checkpoint import Latest
 from hvdcomp.training.data import Batch, batches, cut, test_batches
+from hvdcomp.training.gradients import GradientRecorder, recorded_steps
 from hvdcomp.training.lr import lr_factor
 from hvdcomp.training.metrics import MetricsLog, Totals
 from hvdcomp.training.models import digest, parameter_count
@@ -64,6 +65,8 @@ class Trainer:
         if latest is not None:
             self._restore(latest, on_world_change)
         self._broadcast_parameters()
+        self.recorder = self._make_recorder()
+        self._began = time.perf_counter()
 
     # -- the run
 
@@ -95,10 +98,10 @@ class Trainer:
 
     def _train(self, metrics: Any, display: Display, began: float) -> dict[str, float]:
         total, result = self.total_steps, {}
-        start = time.perf_counter()
+        self._began = time.perf_counter()
         for batch in self._batches(total):
-            row = self._timed_step(batch, total, start)
-            with self.telemetry.untimed():
+            row = self._timed_step(batch, total)
+            with self._untimed():
                 last = self.step == total
                 if last or _due(self.step, self.config.evaluate_every):
                     result = self.evaluate()
@@ -108,7 +111,6 @@ class Trainer:
                 display.update(row, self.totals)
                 self.totals.seconds = time.perf_counter() - began
                 self._safeguard()
-            start = time.perf_counter()
         return result or self.evaluate()
 
     def _batches(self, total: int) -> Iterator[Batch]:
@@ -130,17 +132,18 @@ class Trainer:
                     return
             self.epoch, self.seen = self.epoch + 1, 0
 
-    def _timed_step(self, batch: Batch, total: int, start: float) -> dict[str, Any]:
+    def _timed_step(self, batch: Batch, total: int) -> dict[str, Any]:
         """One step, and its line of metrics.jsonl; the loss is this worker's own, of its part of the batch.
 
-        `start` is when the iteration began, with loading the batch.
+        The iteration began where the last one ended, and so with loading the batch.
         """
         lr = self.config.optimizer.lr * lr_factor(self.config.lr_schedule, self.step, total)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.last_loss = self._step(batch)
         self.step += 1
-        record = self.telemetry.step_record(time.perf_counter() - start)
+        began, self._began = self._began, time.perf_counter()
+        record = self.telemetry.step_record(self._began - began)
         return {"step": self.step, "epoch": self.epoch, "loss": self.last_loss, "lr": lr, **record}
 
     def _step(self, batch: Batch) -> float:
@@ -149,11 +152,21 @@ class Trainer:
         self.totals.samples += batch.samples
         self.optimizer.zero_grad()
         loss = self.data.loss(self.model(inputs), targets)
-        (loss if batch.weight == 1 else loss * batch.weight).backward()
+        with self.recorder.watching(self.step + 1):
+            (loss if batch.weight == 1 else loss * batch.weight).backward()
         self.optimizer.step()
         return float(loss.detach())
 
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """What happens inside is no part of an iteration's time, neither the metrics' nor the schedule's."""
+        began = time.perf_counter()
+        with self.telemetry.untimed():
+            yield
+        self._began += time.perf_counter() - began
+
     def _safeguard(self) -> None:
+        self.recorder.save(self.step)
         if _due(self.step, self.config.check_replicas_every):
             self.telemetry.check_replicas()
         if _due(self.step, self.config.checkpoint_every):
@@ -259,6 +272,10 @@ class Trainer:
             bucket_mb=config.bucket_mb,
             exclude=config.exclude,
         )
+
+    def _make_recorder(self) -> GradientRecorder:
+        count = self.config.record_gradients if self.worker.index == 0 else 0
+        return GradientRecorder(self.model, self.folder.path, recorded_steps(self.total_steps, count), self._untimed)
 
     def _open_folder(self, resume: bool) -> Latest | None:
         """Worker 0 opens the run's folder, and tells all whether it could."""
