@@ -124,6 +124,39 @@ def kernels(
     _print_table(bench_kernels.table(rows))
 
 
+@bench.command()
+def exchange(
+    model: Annotated[
+        str,
+        typer.Option(help="resnet50, resnet101, vgg16, lstm-ptb, bert-base, or the file of a training configuration."),
+    ] = "resnet50",
+    workers: Annotated[int, typer.Option("-np", "--workers", min=2, max=250, help="Hosts, of one worker each.")] = 2,
+    bandwidth: Annotated[
+        str, typer.Option(help="Of the hosts' links, such as 100mbit,1gbit,10gbit,none; none is unlimited.")
+    ] = "100mbit,1gbit,none",
+    compression: Annotated[
+        str, typer.Option(help="Methods beside plain Horovod, such as topk:cf=100,powersgd:rank=4.")
+    ] = "none,topk:cf=100,powersgd:rank=4",
+    compute: Annotated[float, typer.Option(min=0, help="Seconds of a simulated backward pass.")] = 0.0,
+    limit: Annotated[
+        float, typer.Option(min=1, help="Seconds at a bandwidth after which no further round begins.")
+    ] = 120.0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
+) -> None:
+    """Time whole exchanges between hosts, against plain Horovod, which runs in the same rounds.
+
+    As root on Linux the hosts are network namespaces with links of a chosen bandwidth, which are gone afterwards.
+    """
+    from hvdcomp.bench import exchange as bench_exchange
+
+    def action() -> list[dict[str, Any]]:
+        return bench_exchange.run(
+            model, workers, bandwidth, compression, compute_s=compute, limit_s=limit, json_file=json_file
+        )
+
+    _print_table(bench_exchange.table(_checked(action)))
+
+
 def main() -> None:
     """Entry point of the command."""
     logging.basicConfig(level=logging.WARNING, format="hvdcomp: %(message)s", stream=sys.stderr)

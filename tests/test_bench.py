@@ -233,7 +233,7 @@ def test_what_is_encoding_and_what_is_decoding(
         (["--json={folder}"], "cannot be written: Is a directory"),
         (["--json={folder}/none/rows.json"], "cannot be written: No such file or directory"),
         (["--methods=topkk"], "method 'topkk': unknown compression 'topkk'; did you mean 'topk'?"),
-        (["--methods=topk,powersgd:rnk=4"], "method 'powersgd:rnk=4': unknown parameter"),
+        (["--methods=topk,powersgd:rnk=4"], "method 'powersgd': unknown parameter"),
         (["--methods=topk:cf=0.5"], "cf must be >= 1, got 0.5"),
         (["--methods=topk:100"], "write NAME:KEY=VALUE"),
         (["--methods=topk:cf=[1"], "is not valid YAML"),

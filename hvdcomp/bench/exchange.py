@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.bench.methods import Named, checked_writable, split_methods
+from hvdcomp.bench.methods import check_writable, split_methods
 from hvdcomp.bench.network import Hosts, missing
 from hvdcomp.bench.shapes import MODELS
 from hvdcomp.buckets import Layout
@@ -24,13 +24,12 @@ from hvdcomp.training.launcher import run as run_job
 
 log = logging.getLogger(__name__)
 
-DEFAULT_METHODS = "none,fp16,topk:cf=100,powersgd:rank=4"
 TOLERANCE = 0.02
 """Plain Horovod is timed against itself until the 95 % interval of that ratio is this narrow."""
 WARMUP_STEPS, MIN_ROUNDS = 2, 5
 
 _UNLIMITED = "none"
-_PLAIN = (Named("horovod", {}), Named("horovod", {}), Named("horovod-fp16", {}))
+_PLAIN: list[tuple[str, dict[str, Any]]] = [("horovod", {}), ("horovod", {}), ("horovod-fp16", {})]
 """The reference, the same again (how much two equal things differ here), and Horovod's own compression."""
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -58,11 +57,11 @@ def run(
     """
     shapes = shapes_of(model)
     chosen = split_methods(methods)
-    for method in chosen:
-        _check_method(method)
+    for name, params in chosen:
+        _check_method(name, params)
     wanted = [(text, bits_per_s(text)) for text in bandwidths.split(",")]
     if json_file is not None:
-        checked_writable(json_file)
+        check_writable(json_file)
     reason = missing()
     if reason is not None:
         limited = [text for text, rate in wanted if rate is not None]
@@ -75,7 +74,7 @@ def run(
                 hosts.shape(rate)
             plan = {
                 "shapes": shapes,
-                "methods": [[method.name, method.params] for method in (*_PLAIN, *chosen)],
+                "methods": [*_PLAIN, *chosen],
                 "bandwidth": text,
                 "compute_s": compute_s,
                 "limit_s": limit_s,
@@ -119,7 +118,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, str]]:
     seen: set[str] = set()
     shown = []
     for row in rows:
-        again = row["method"] == _PLAIN[0].name and row["bandwidth"] in seen
+        again = row["method"] == _PLAIN[0][0] and row["bandwidth"] in seen
         seen |= {row["bandwidth"]}
         low, high = row["speedup_interval"]
         shown.append(
@@ -169,8 +168,8 @@ def _hosts(count: int) -> Iterator[Hosts | None]:
         yield hosts
 
 
-def _check_method(method: Named) -> None:
+def _check_method(name: str, params: dict[str, Any]) -> None:
     try:
-        Layout(create(method.name, **method.params))
+        Layout(create(name, **params))
     except ValueError as error:
-        raise ConfigError(f"method {method.name!r}: {error}") from error
+        raise ConfigError(f"method {name!r}: {error}") from error

@@ -184,7 +184,7 @@ def _row(contestant: Contestant, dense: Contestant, plan: Mapping[str, Any]) -> 
 def main() -> None:
     plan_file, rows_file = map(Path, sys.argv[1:3])
     plan = json.loads(plan_file.read_text())
-    torch.set_num_threads(plan["threads"])
+    torch.set_num_threads(1)
     hvd.init()
 
     def progress(rounds: int, spread: float) -> None:

@@ -9,14 +9,10 @@ the first round residuals have taken a few steps, and every step has another gra
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import math
-import os
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +26,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from hvdcomp import indices
+from hvdcomp.bench.methods import check_writable, split_methods
 from hvdcomp.bench.samples import Pool, make_pool
 from hvdcomp.buckets import Layout, Spec
 from hvdcomp.checks import check_choice, check_number
 from hvdcomp.compressors import Compressor, TopK, available, create
 from hvdcomp.compressors.requests import Decide, Rounds, SharedSparse, Sparse, Unit
 from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements
-from hvdcomp.config import ConfigError, read_yaml
+from hvdcomp.config import ConfigError
 from hvdcomp.kernels import largest, squared_norm
 from hvdcomp.rounds import BucketRun, Context, Fused
 from hvdcomp.simulation import collective
@@ -104,21 +101,12 @@ def parse_methods(text: str) -> list[Method]:
     Raises:
         ConfigError: there is no such method or parameter, or a value is not allowed.
     """
-    methods = []
-    for item in re.split(r",(?![^\[]*\])", text):
-        name, *pairs = item.split(":")
-        params = {}
-        for pair in pairs:
-            key, equals, value = pair.partition("=")
-            if not equals:
-                raise ConfigError(f"method {item!r}: write NAME:KEY=VALUE, for example topk:cf=100")
-            params[key.strip()] = read_yaml(value, f"method {item!r}: {value!r}")
-        method = Method(name.strip(), params)
+    methods = [Method(name, params) for name, params in split_methods(text)]
+    for method in methods:
         try:
             method.case(1)
         except ValueError as error:
-            raise ConfigError(f"method {item!r}: {error}") from error
-        methods.append(method)
+            raise ConfigError(f"method {method.name!r}: {error}") from error
     return methods
 
 
@@ -152,7 +140,7 @@ def run(
     """
     chosen = None if methods is None else parse_methods(methods)
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable(json_file)
     pool = make_pool(dist, numel, gradients)
     rows = measure_all(chosen or default_methods(pool.gradient(0)), pool, threads=threads, repeat=repeat)
     if json_file is not None:
@@ -384,7 +372,7 @@ class _Twice(TopK):
         assert unit.levels is not None
         first, second = (kept_elements(acc.numel(), cf) for cf in unit.levels)
         kept = self.select(acc, first, unit, level=0)
-        alone = self.select(acc, second, replace(unit, candidates=None), level=0)
+        alone = self.select(acc, second, replace(unit, moments=None, tail=None), level=0)
         yield Decide((squared_norm(kept.values), squared_norm(alone.values)))
         return (yield from self.send(alone, acc, unit))
 
@@ -447,19 +435,6 @@ def _enough(rounds: int, repeat: int | None, seconds: float) -> bool:
     if repeat is not None:
         return rounds >= repeat
     return rounds >= MOST_ROUNDS or (rounds >= LEAST_ROUNDS and seconds >= BUDGET_S)
-
-
-def _check_writable(path: Path) -> None:
-    """Raises ConfigError now rather than after minutes."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--json {path} cannot be written: {error.strerror}; give a file in a folder that exists"
-        ) from error
 
 
 @contextlib.contextmanager

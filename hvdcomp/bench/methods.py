@@ -1,0 +1,44 @@
+"""What both benchmarks read from the command line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.config import ConfigError, read_yaml
+
+
+def split_methods(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and parameters from "topk:cf=100:values=fp16,topk:levels=[10,100]".
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    methods = []
+    for item in re.split(r",(?![^\[]*\])", text):
+        name, *pairs = item.split(":")
+        params = {}
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise ConfigError(f"method {item!r}: write NAME:KEY=VALUE, for example topk:cf=100")
+            params[key.strip()] = read_yaml(value, f"method {item!r}: {value!r}")
+        methods.append((name.strip(), params))
+    return methods
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError now rather than after minutes."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--json {path} cannot be written: {error.strerror}; give a file in a folder that exists"
+        ) from error
