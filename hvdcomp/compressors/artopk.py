@@ -42,7 +42,7 @@ class ARTopK(Sparsifier):
         return largest(values, k, unit.candidates if level == 0 else None)
 
     def wanted(self, unit: Unit) -> int:
-        cf = self.cf if unit.levels is None else unit.levels[0]
+        cf = self.factor(unit)
         return 0 if cf == 1 else kept_elements(unit.numel, cf)
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:

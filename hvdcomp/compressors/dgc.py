@@ -77,7 +77,8 @@ class DGC(GatheredSparsifier):
         if not self.correction:
             return (yield from super().rounds(acc, unit))
         gradient = self._clipped(acc, unit)
-        dense = self.cf == 1 or acc.numel() == 0
+        cf = self.factor(unit)
+        dense = cf == 1 or acc.numel() == 0
         if dense and "own.v" not in unit.state:
             return (yield from self.momentum_after(gradient, unit))
         u, step = self._with_momentum(unit.state.get("own.u", unit.state.get("u")), gradient, unit)
@@ -86,7 +87,7 @@ class DGC(GatheredSparsifier):
             everything = Dense((yield Allreduce(v)))
             everything.state = {}
             return everything
-        kept = self.select(v, kept_elements(v.numel(), self.cf), unit, level=0)
+        kept = self.select(v, kept_elements(v.numel(), cf), unit, level=0)
         outcome = yield from self.send(kept, v, unit)
         assert isinstance(outcome, Sparse)
         outcome.settle_(v)

@@ -84,7 +84,8 @@ class Unit:
         shape: the gradient's shape; ``acc`` is always its flat view.
         worker, workers: this worker's index, and how many there are.
         step: exchanges made before this one.
-        levels: the two compression factors to evaluate under an adaptive schedule, None under a static one.
+        cf: the compression factor of this step, None where it is the compressor's own.
+        levels: the two compression factors to evaluate under an adaptive schedule, None under any other.
         hyper: the optimizer's settings, for methods that take them over.
         state: tensors that the compressor keeps from step to step; changed only when a step is committed. A name that
             begins with :data:`OWN` marks one that differs between workers, and is averaged when their number changes.
@@ -97,6 +98,7 @@ class Unit:
     worker: int = 0
     workers: int = 1
     step: int = 0
+    cf: float | None = None
     levels: tuple[float, float] | None = None
     hyper: Hyper = Hyper()
     state: dict[str, Tensor] = field(default_factory=dict)

@@ -48,6 +48,12 @@ class Sparsifier(Compressor):
             "error_feedback", error_feedback, hint="keep what was not sent for the next step"
         )
 
+    def factor(self, unit: Unit) -> float:
+        """The compression factor of this step; under an adaptive schedule the lower of its two."""
+        if unit.levels is not None:
+            return unit.levels[0]
+        return self.cf if unit.cf is None else unit.cf
+
     @abstractmethod
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
         """The elements of the 1-D ``values`` that are kept: ``k`` of them, or about so many.
@@ -67,9 +73,10 @@ class Sparsifier(Compressor):
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         if unit.levels is not None:
             return (yield from self._decided_rounds(acc, unit, unit.levels))
-        if self.cf == 1 or acc.numel() == 0:
+        cf = self.factor(unit)
+        if cf == 1 or acc.numel() == 0:
             return (yield from dense_rounds(acc, unit))
-        kept = self.select(acc, kept_elements(acc.numel(), self.cf), unit, level=0)
+        kept = self.select(acc, kept_elements(acc.numel(), cf), unit, level=0)
         return (yield from self.send(kept, acc, unit))
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:

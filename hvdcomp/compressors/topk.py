@@ -21,5 +21,5 @@ class TopK(GatheredSparsifier):
         return largest(values, k, unit.candidates if level == 0 else None)
 
     def wanted(self, unit: Unit) -> int:
-        cf = self.cf if unit.levels is None else unit.levels[0]
+        cf = self.factor(unit)
         return 0 if cf == 1 else kept_elements(unit.numel, cf)

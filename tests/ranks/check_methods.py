@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
+from hvdcomp.schedules import Warmup
 from hvdcomp.simulation import World
 from ranks.tools import assert_alike, assert_close, net, raised, train
 
@@ -62,6 +63,40 @@ def check_dgc_at_cf_1_is_momentum_sgd_with_weight_decay() -> None:
         train(plain, hvd.DistributedOptimizer(stock, plain.named_parameters()), 30)
         assert_close(ours.parameters(), plain.parameters(), rtol=1e-5, atol=1e-6)
         assert {group["momentum"] for group in optimizer.param_groups} == {0.9}
+
+
+def check_warmup_equals_the_simulation_and_goes_on_when_resumed() -> None:
+    def wrapped() -> tuple[torch.nn.Parameter, Any]:
+        parameter = torch.nn.Parameter(torch.zeros(20, 16))
+        base = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+        return parameter, hvdcomp.DistributedOptimizer(base, [("w", parameter)], "dgc", schedule=schedule)
+
+    schedule = Warmup(steps_each=2, cfs=[1, 4, 16])
+    world = World(hvd.size(), "dgc", momentum=0.9, schedule=schedule)
+    parameter, optimizer = wrapped()
+    generator = torch.Generator().manual_seed(7)
+    for step in range(8):
+        if step in (1, 5):
+            state = optimizer.compressor_state_dict()
+            parameter, optimizer = wrapped()
+            optimizer.load_compressor_state_dict(state)
+        grads = [{"w": torch.randn(20, 16, generator=generator)} for _ in range(hvd.size())]
+        mean = world.step(grads)[hvd.rank()]["w"]
+        parameter.grad = grads[hvd.rank()]["w"].clone()
+        optimizer.synchronize()
+        assert torch.allclose(parameter.grad, mean, rtol=1e-5, atol=1e-6), step
+        assert optimizer.last_step.cf == [1, 1, 4, 4, 16, 16, 16, 16][step]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def check_warmup_without_its_length_or_a_factor_is_refused() -> None:
+    model = net()
+    for compression, schedule, word in (("topk", "warmup", "steps_each"), ("powersgd", Warmup(3), "powersgd")):
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        arguments = (base, model.named_parameters(), compression)
+        message = raised(ValueError, lambda a=arguments, s=schedule: hvdcomp.DistributedOptimizer(*a, schedule=s))
+        assert word in message
 
 
 def check_dgc_refuses_an_optimizer_without_momentum() -> None:
