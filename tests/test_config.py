@@ -84,6 +84,7 @@ MISFITS = [
     ("schedule=gravac schedule.epsilom=.2", "schedule", "epsilon"),
     ("schedule=gravac schedule.epsilon=2", "schedule", "epsilon must be"),
     ("schedule=gravac compression=powersgd", "schedule", "powersgd has none; take one of topk"),
+    ("schedule=gravac compression={name: redsync, quantise: true}", "schedule", "does not fit an adaptive schedule"),
     ("schedule=gravac compression=fp16", "schedule", "fp16 has none"),
     ("schedule=warmup compression=powersgd", "schedule", "warmup chooses compression factors, powersgd has none"),
     ("schedule=warmup schedule.epochs_each=0", "schedule", "epochs_each must be a whole number >= 1, got 0"),

@@ -128,12 +128,17 @@ class GatheredSparsifier(Sparsifier):
         self.values = check_choice("type of values", values, VALUE_TYPES)
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
-        payloads = yield Allgather(encode_sparse(kept.positions, kept.values, unit.numel, self.values))
+        payloads = yield Allgather(encode_sparse(kept.positions, kept.values, unit.numel, self.wire_type))
         received = [decode_sparse(payload, unit.numel) for payload in payloads]
-        return Sparse(received, unit.worker, exact=self.values == "fp32")
+        return Sparse(received, unit.worker, exact=self.wire_type == "fp32")
 
     def sparse_requests(self, kept: int) -> list[Volume]:
-        return [Volume(0, "allgather", largest_sparse_nbytes(self.most(kept), self.values))]
+        return [Volume(0, "allgather", largest_sparse_nbytes(self.most(kept), self.wire_type))]
+
+    @property
+    def wire_type(self) -> str:
+        """What the values travel as."""
+        return self.values
 
     def most(self, k: int) -> int:
         """The largest number of elements that is sent where ``k`` are wanted."""
@@ -143,7 +148,7 @@ class GatheredSparsifier(Sparsifier):
         flat = tensor.detach().reshape(-1)
         flat = flat if flat.dtype.itemsize >= 4 else flat.float()
         kept = self.select(flat, kept_elements(flat.numel(), self.cf), Unit("", tensor.shape), level=0)
-        payload = encode_sparse(kept.positions, kept.values, flat.numel(), self.values)
+        payload = encode_sparse(kept.positions, kept.values, flat.numel(), self.wire_type)
         return payload, (tensor.shape, tensor.dtype)
 
     def decompress(self, payload: Tensor, ctx: Any) -> Tensor:

@@ -40,6 +40,8 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
             f"schedule: {config.schedule.name} chooses compression factors, {config.compression.name} has none; "
             f"take one of {able}, or schedule: static"
         )
+    if schedule.adaptive:
+        _make("schedule", compressor.as_selector, {})
     _check_fit(build_model(config), build_data(config), config, workers)
     return config
 

@@ -16,11 +16,15 @@ NEEDED: dict[str, dict[str, Any]] = {"threshold": {"threshold": 0.01}}
 """Parameters without a default."""
 
 
+def every_method() -> list[hvdcomp.Compressor]:
+    defaults = [hvdcomp.compressors.create(name, **NEEDED.get(name, {})) for name in hvdcomp.compressors.available()]
+    return [*defaults, hvdcomp.compressors.create("redsync", quantise=True)]
+
+
 def check_every_method_trains_and_keeps_replicas_alike() -> None:
-    for name in hvdcomp.compressors.available():
-        model = net()
-        compressor = hvdcomp.compressors.create(name, **NEEDED.get(name, {}))
-        momentum = 0.0 if name == "signum" else 0.9
+    for compressor in every_method():
+        model, name = net(), repr(compressor)
+        momentum = 0.0 if compressor.name == "signum" else 0.9
         base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
         optimizer = hvdcomp.DistributedOptimizer(base, model.named_parameters(), compressor)
         start = [parameter.detach().clone() for parameter in model.parameters()]
@@ -33,8 +37,7 @@ def check_every_method_trains_and_keeps_replicas_alike() -> None:
 
 def check_every_method_equals_the_simulation() -> None:
     shapes = {"a": (12, 10), "b": (6, 5, 3)}
-    for name in hvdcomp.compressors.available():
-        compressor = hvdcomp.compressors.create(name, **NEEDED.get(name, {}))
+    for compressor in every_method():
         params = {n: torch.nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
         base = torch.optim.SGD(list(params.values()), lr=1.0, momentum=0.0)
         optimizer = hvdcomp.DistributedOptimizer(base, list(params.items()), compressor, exclude=())
@@ -47,7 +50,7 @@ def check_every_method_equals_the_simulation() -> None:
                 parameter.grad = grads[hvd.rank()][n].clone()
             optimizer.synchronize()
             for n, parameter in params.items():
-                assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=1e-6), (name, n)
+                assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=1e-6), (compressor, n)
             with optimizer.skip_synchronize():
                 optimizer.step()
 
