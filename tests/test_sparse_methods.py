@@ -495,6 +495,23 @@ def test_dgc_applies_and_keeps_v_plus_u(workers: int, values: str) -> None:
         assert torch.allclose(mean + torch.stack(v).mean(0), acc, atol=1e-5)
 
 
+def test_dgc_builds_u_and_v_in_memory_that_it_has_and_leaves_them_alone_when_a_step_is_skipped() -> None:
+    world, plain = (World(2, "dgc", cf=10, momentum=0.5, nesterov=True) for _ in range(2))
+    held: list[set[int]] = []
+    for step in range(9):
+        good = torch.randn(40, 30)
+        if step in (3, 4, 6):
+            before = {key: tensor.clone() for key, tensor in dgc_state(world, 1).items()}
+            world.step([{"w": good}, {"w": good * torch.nan}])
+            assert world.skipped
+            assert all(torch.equal(before[key], tensor) for key, tensor in dgc_state(world, 1).items())
+        grads = [{"w": good}, {"w": good.flip(0)}]
+        assert torch.equal(world.step(grads)[1]["w"], plain.step(grads)[1]["w"])
+        held.append({tensor.data_ptr() for tensor in dgc_state(plain).values()})
+        assert all(torch.equal(t, dgc_state(plain)[key]) for key, t in dgc_state(world).items())
+    assert held[2] == held[4] == held[6] != held[3] == held[5] == held[7]
+
+
 def test_dgc_selects_within_its_band() -> None:
     for values in (torch.randn(50_000), torch.from_numpy(np.random.default_rng(0).standard_t(3, 50_000)).float()):
         for k in (50, 500, 5000):

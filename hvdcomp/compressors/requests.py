@@ -90,6 +90,7 @@ class Unit:
         state: tensors that the compressor keeps from step to step; changed only when a step is committed. A name that
             begins with :data:`OWN` marks one that differs between workers, and is averaged when their number changes.
         next_state: what ``state`` becomes if the step is committed, for methods that find it while they select.
+        spare: tensors that were in ``state`` before the last step, to build the next state in; never read.
         candidates: elements of ``acc`` with the :meth:`Compressor.wanted` largest, if adding the gradient found them.
     """
 
@@ -103,6 +104,7 @@ class Unit:
     hyper: Hyper = Hyper()
     state: dict[str, Tensor] = field(default_factory=dict)
     next_state: dict[str, Tensor] = field(default_factory=dict)
+    spare: dict[str, Tensor] = field(default_factory=dict)
     candidates: Collected | None = None
 
     @property
