@@ -172,7 +172,7 @@ class Exchange:
         coordinator: None with a static schedule, which needs no decisions.
         label: prefix of the operations' names, unique to the optimizer.
         check_finite: skip a step in which any worker meets a NaN or an Inf.
-        static_cf: the compressor's factor, None where it has none and only the bytes tell.
+        cf_at: a step's compression factor where no decision chooses it, None where there is none and the bytes tell.
         clock: seconds; a replayed one replays the schedule's decisions.
     """
 
@@ -184,7 +184,7 @@ class Exchange:
         *,
         label: str,
         check_finite: bool,
-        static_cf: float | None,
+        cf_at: Callable[[int], float | None],
         clock: Callable[[], float],
     ) -> None:
         self.buckets = buckets
@@ -195,10 +195,14 @@ class Exchange:
         self.label = label
         self.clock = clock
         self._check_finite = check_finite
-        self._static_cf = static_cf
+        self._cf_at = cf_at
         self._flights: dict[int, _Flight] = {}
         self._record = StepRecord(0)
         self._first_start: float | None = None
+
+    @property
+    def _cf(self) -> float | None:
+        return None if self.coordinator is not None else self._cf_at(self.step)
 
     @property
     def under_way(self) -> bool:
@@ -216,8 +220,9 @@ class Exchange:
             self._record = StepRecord(self.step, levels=self.levels)
             self._first_start = None
         context = Context(
-            self.transport.worker, self.transport.workers, self.step, self.levels, self._check_finite, scale, summed
-        )
+            self.transport.worker, self.transport.workers, self.step, self.levels, self._check_finite, scale, summed,
+            cf=self._cf,
+        )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
         self._flights[bucket.index] = flight
         with self._timed("encode_s"):
@@ -243,7 +248,7 @@ class Exchange:
                 else:
                     flight.run.commit()
         if decision is None:
-            record.cf = self._static_cf or record.bytes_dense / max(record.bytes_sent, 1)
+            record.cf = self._cf or record.bytes_dense / max(record.bytes_sent, 1)
         self._flights.clear()
         self.step += 1
         return record

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hvdcomp.errors import ReplicaError
 from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRecord, Transport, check_alike
 from hvdcomp.horovod_api import initialised_horovod, label_of
 from hvdcomp.kernels import warm_up
-from hvdcomp.plugin import as_compressor, as_schedule, check_op
+from hvdcomp.plugin import as_compressor, as_schedule, cf_in_force, check_op
 from hvdcomp.schedules import Schedule
 
 logger = logging.getLogger(__name__)
@@ -263,7 +264,7 @@ class _Distributed(torch.optim.Optimizer):
             Coordinator(self.schedule, channel) if channel is not None else None,
             label=self._label,
             check_finite=self.compression.checks_finite,
-            static_cf=getattr(self.compression, "cf", None),
+            cf_at=partial(cf_in_force, self.schedule, self.compression),
             clock=self.schedule.clock,
         )
         self._exchange = exchange

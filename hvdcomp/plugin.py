@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +51,7 @@ def as_compressor(compression: Any) -> Compressor:
 
 
 def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tuple[Schedule, Compressor]:
-    """The schedule as an object, and the compressor with the factor that a static schedule gives it.
+    """The schedule as an object, and the compressor as it is used under it.
 
     Raises:
         ValueError: it is no schedule, or chooses a factor that the compressor does not have.
@@ -58,15 +59,19 @@ def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tupl
     chosen = Static() if schedule is None else create_schedule(schedule) if isinstance(schedule, str) else schedule
     if not isinstance(chosen, Schedule):
         raise ValueError(f"schedule must be a name or a hvdcomp.schedules.Schedule, got {schedule!r}")
-    cf = chosen.cf if isinstance(chosen, Static) else None
-    if (chosen.adaptive or cf is not None) and not compressor.has_levels:
+    if (chosen.adaptive or chosen.cf_at(0) is not None) and not compressor.has_levels:
         raise ValueError(
             f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
             "use topk or randomk, or leave the schedule out"
         )
-    if chosen.adaptive:
-        compressor = compressor.as_selector()
-    return chosen, compressor if cf is None else compressor.with_parameters(cf=cf)
+    return chosen, compressor.as_selector() if chosen.adaptive else compressor
+
+
+def cf_in_force(schedule: Schedule, compressor: Compressor, step: int) -> float | None:
+    """The factor of a step that is not decided on: the schedule's, else the compressor's own; None if it has none."""
+    cf = schedule.cf_at(step)
+    own = getattr(compressor, "cf", None) if compressor.has_levels else None
+    return own if cf is None else cf
 
 
 def check_op(hvd: Any, compressor: Compressor, op: Any) -> None:
@@ -144,7 +149,7 @@ class BoundCompression:
             None,
             label=label_of(_numbers, "hvdcomp.bound", process_set),
             check_finite=compressor.checks_finite,
-            static_cf=getattr(compressor, "cf", None),
+            cf_at=partial(cf_in_force, Static(), compressor),
             clock=_no_clock,
         )
         self._means: dict[str, Tensor] = {}
@@ -189,4 +194,4 @@ def _no_clock() -> float:
     return 0.0
 
 
-__all__ = ["BoundCompression", "HorovodCompression", "as_compressor", "as_schedule", "check_op"]
+__all__ = ["BoundCompression", "HorovodCompression", "as_compressor", "as_schedule", "cf_in_force", "check_op"]

@@ -71,6 +71,8 @@ class Context:
     """Loss scale of the gradients; residuals are kept without it."""
     summed: bool = False
     """The gradients' sum is wanted, not their mean."""
+    cf: float | None = None
+    """The factor of this step where no decision chooses it, None where the compressor has none."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class BucketRun:
         for number, part in enumerate(self.bucket.parts):
             unit, context = part.unit, self.context
             unit.worker, unit.workers, unit.step = context.worker, context.workers, context.step
-            unit.levels = context.levels if part.compressed else None
+            unit.cf, unit.levels = (context.cf, context.levels) if part.compressed else (None, None)
             if part.sparse:
                 self._generators[number] = self._sparse_rounds(part)
                 continue

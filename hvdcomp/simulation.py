@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from hvdcomp.buckets import Bucket, Layout, Spec
 from hvdcomp.checkpointing import residual_views
 from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor, create
-from hvdcomp.plugin import as_compressor, as_schedule
+from hvdcomp.plugin import as_compressor, as_schedule, cf_in_force
 from hvdcomp.rounds import BucketRun, Context, Fused
 from hvdcomp.schedules import Decision, Schedule, Statistics
 
@@ -70,6 +71,7 @@ class World:
         self.size = size
         self.compression = compressor
         self.schedule = chosen if chosen.adaptive else None
+        self._cf_at = partial(cf_in_force, chosen, compressor)
         self.nbytes = 0
         self.step_count = 0
         self.decision: Decision | None = None
@@ -77,8 +79,8 @@ class World:
         self._layout = Layout(compressor, granularity, bucket_mb, exclude)
         self._buckets: list[list[Bucket]] = []
         self._levels = None
+        chosen.prepare(size)
         if self.schedule is not None:
-            self.schedule.prepare(size)
             self._levels = self.schedule.levels
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> list[dict[str, Tensor]]:
@@ -141,7 +143,14 @@ class World:
         raise KeyError(name)
 
     def _begin(self, worker: int, gradients: _Gradients) -> list[BucketRun]:
-        context = Context(worker, self.size, self.step_count, self._levels, self.compression.checks_finite)
+        context = Context(
+            worker,
+            self.size,
+            self.step_count,
+            self._levels,
+            self.compression.checks_finite,
+            cf=None if self.schedule is not None else self._cf_at(self.step_count),
+        )
         runs = [BucketRun(bucket, gradients, context) for bucket in self._buckets[worker]]
         for run in runs:
             run.begin()

@@ -35,7 +35,10 @@ _NON_FINITE = 1
 
 VALUE_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 """What values may travel as; float64 values travel as float64 under "fp32"."""
+MEAN = "mean"
+"""No values travel but their mean, in the header's scale, for methods whose values are about alike."""
 _DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8]
+_MEAN_CODE = 15
 _INT32_INDEX, _BLOCK_INDEX = 0, 1
 _LARGEST = {torch.float16: torch.finfo(torch.float16).max, torch.int8: 127.0}
 """The number that the largest magnitude is scaled to; other types hold every float32 as it is."""
@@ -45,7 +48,8 @@ HEADER_NBYTES = _PAYLOAD.size
 
 def largest_sparse_nbytes(count: int, values: str = "fp32") -> int:
     """A bound on the bytes of a payload with ``count`` values of float32 gradients: indices take 32 bits at most."""
-    return HEADER_NBYTES + _aligned(count * VALUE_TYPES[values].itemsize) + 4 * count
+    itemsize = 0 if values == MEAN else VALUE_TYPES[values].itemsize
+    return HEADER_NBYTES + _aligned(count * itemsize) + 4 * count
 
 
 def encode_sparse(positions: Tensor, values: Tensor, numel: int, value_type: str = "fp32") -> Tensor:
@@ -56,7 +60,7 @@ def encode_sparse(positions: Tensor, values: Tensor, numel: int, value_type: str
         values: (k,) finite float32 or float64.
         numel: elements of the dense vector, at most 2^31 - 1.
         value_type: a key of :data:`VALUE_TYPES`; fp16 and int8 are scaled by the largest magnitude, which is exact in
-            that nothing overflows, and rounded to nearest.
+            that nothing overflows, and rounded to nearest. Or :data:`MEAN`, which float32 holds.
 
     Raises:
         ValueError: the vector is too long for int32 indices.
@@ -70,7 +74,8 @@ def encode_sparse(positions: Tensor, values: Tensor, numel: int, value_type: str
     code = indices.encode(positions, numel) if positions.numel() else None
     blocked = code is not None and code.data.numel() < 4 * positions.numel()
     index_data = code.data if code is not None and blocked else _as_bytes(positions.to(torch.int32))
-    codes = _DTYPES.index(stored.dtype) << 4 | (_BLOCK_INDEX if blocked else _INT32_INDEX)
+    value_code = _MEAN_CODE if value_type == MEAN else _DTYPES.index(stored.dtype)
+    codes = value_code << 4 | (_BLOCK_INDEX if blocked else _INT32_INDEX)
     widths = (code.block_log2, code.count_bits) if code is not None and blocked else (0, 0)
     header = _PAYLOAD.pack(_PAYLOAD_MAGIC, VERSION, codes, values.numel(), numel, scale, *widths, 0)
     padding = values.new_zeros(-stored.nbytes % ALIGNMENT, dtype=torch.uint8)
@@ -89,15 +94,18 @@ def decode_sparse(payload: Tensor, numel: int) -> Collected:
     magic, version, codes, count, elements, scale, block_log2, count_bits, reserved = header
     if magic != _PAYLOAD_MAGIC or version != VERSION or reserved:
         raise WireError(f"not a payload of version {VERSION}: magic {magic:#x}, version {version}")
-    if codes >> 4 >= len(_DTYPES) or codes & 15 > _BLOCK_INDEX:
+    mean = codes >> 4 == _MEAN_CODE
+    if (codes >> 4 >= len(_DTYPES) and not mean) or codes & 15 > _BLOCK_INDEX:
         raise WireError(f"unknown value or index type: codes {codes >> 4} and {codes & 15}")
     if elements != numel or count > numel:
         raise WireError(f"payload holds {count} of {elements} elements, expected a vector of {numel}")
-    dtype = _DTYPES[codes >> 4]
-    split = HEADER_NBYTES + _aligned(count * dtype.itemsize)
+    dtype = torch.float32 if mean else _DTYPES[codes >> 4]
+    nbytes = 0 if mean else count * dtype.itemsize
+    split = HEADER_NBYTES + _aligned(nbytes)
     if payload.numel() < split:
         raise WireError(f"payload of {payload.numel()} bytes does not hold {count} values of {dtype}")
-    values = _load(payload[HEADER_NBYTES : HEADER_NBYTES + count * dtype.itemsize].view(dtype), scale)
+    stored = payload[HEADER_NBYTES : HEADER_NBYTES + nbytes].view(dtype)
+    values = torch.full((count,), scale, device=payload.device) if mean else _load(stored, scale)
     return Collected(_load_positions(payload[split:], codes & 15, (block_log2, count_bits), count, numel), values)
 
 
@@ -115,6 +123,10 @@ def _load_positions(data: Tensor, kind: int, widths: tuple[int, int], count: int
 
 def _store(values: Tensor, value_type: str) -> tuple[Tensor, float]:
     """Values in the type that travels, and the scale that they were divided by."""
+    if value_type == MEAN:
+        limit = torch.finfo(torch.float32).max
+        mean = float(values.sum(dtype=torch.float64)) / max(values.numel(), 1)
+        return values.new_empty(0), min(max(mean, -limit), limit)
     dtype = VALUE_TYPES[value_type]
     if dtype == torch.float32:
         return values, 1.0

@@ -28,6 +28,7 @@ EVERY_METHOD = {
     "randomk": {"cf": 4},
     "artopk": {"cf": 4},
     "powersgd": {"rank": 1, "small_matrix_rule": False},
+    "gradiveq": {"slice_size": 4, "components": 2, "training_steps": 1, "quantised_steps": 7},
 }
 """Each compressor's name, with parameters under which small tensors are compressed too."""
 

@@ -107,6 +107,7 @@ class ExchangeWorld:
         grads: Mapping[str, Tensor],
         *,
         schedules: Sequence[Schedule] | None = None,
+        cf_at: Callable[[int], float | None] = lambda step: None,
         alone: bool = False,
         sparse: Sequence[str] = (),
         **layout: Any,
@@ -124,7 +125,7 @@ class ExchangeWorld:
             self.exchanges.append(
                 Exchange(
                     buckets, LocalTransport() if alone else transport, coordinator,
-                    label="hvdcomp.0", check_finite=compressor.checks_finite, static_cf=1.0, clock=lambda: 0.0,
+                    label="hvdcomp.0", check_finite=compressor.checks_finite, cf_at=cf_at, clock=lambda: 0.0,
                 )
             )  # fmt: skip
         self.records: list[StepRecord] = []

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hvdcomp import checkpointing
 from hvdcomp.buckets import Spec
-from hvdcomp.compressors import Compressor, PowerSGD, RandomK, TopK
+from hvdcomp.compressors import DGC, Compressor, PowerSGD, RandomK, TopK
 from hvdcomp.exchange import Exchange, LocalTransport
-from hvdcomp.schedules import GraVAC, Static
+from hvdcomp.schedules import GraVAC, Static, Warmup
 
 SHAPES = {"a.weight": (6, 8), "a.bias": (9,), "b.weight": (4, 3, 2)}
 SPECS = {name: Spec(name, torch.Size(shape), torch.float32, torch.device("cpu")) for name, shape in SHAPES.items()}
@@ -101,6 +101,21 @@ def test_a_schedule_is_resumed_too() -> None:
         assert resumed.records[1].levels == unbroken.records[1].levels
         assert resumed.records[1].cf == unbroken.records[1].cf
     assert resumed.records[0].levels != (2.0, 2.0)
+
+
+def test_a_warm_up_goes_on_where_it_was() -> None:
+    """CASES.md 4: it must not begin again."""
+    schedule = Warmup(steps_each=2, cfs=[1, 2, 8])
+    method = DGC(momentum=0.5)
+    unbroken = trained(2, method, steps=3, cf_at=schedule.cf_at)
+    saved = through_a_file(states(unbroken))
+    resumed = world(2, method, cf_at=schedule.cf_at)
+    for exchange, state in zip(resumed.exchanges, saved, strict=True):
+        load(exchange, state)
+    for step in range(3, 7):
+        assert flat(resumed.step(grads(2, step))) == flat(unbroken.step(grads(2, step)))
+        assert resumed.records[0].cf == [1, 1, 2, 2, 8, 8, 8][step]
+    assert flat(states(resumed)) == flat(states(unbroken))
 
 
 def test_a_saved_state_is_a_copy() -> None:

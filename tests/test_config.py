@@ -84,7 +84,14 @@ MISFITS = [
     ("schedule=gravac schedule.epsilom=.2", "schedule", "epsilon"),
     ("schedule=gravac schedule.epsilon=2", "schedule", "epsilon must be"),
     ("schedule=gravac compression=powersgd", "schedule", "powersgd has none; take one of topk"),
+    ("schedule=gravac compression={name: redsync, quantise: true}", "schedule", "does not fit an adaptive schedule"),
     ("schedule=gravac compression=fp16", "schedule", "fp16 has none"),
+    ("schedule=warmup compression=powersgd", "schedule", "warmup chooses compression factors, powersgd has none"),
+    ("schedule=warmup schedule.epochs_each=0", "schedule", "epochs_each must be a whole number >= 1, got 0"),
+    ("schedule=warmup schedule.epochs_each=2 schedule.steps_each=9", "schedule", "not both, got 9 and 2"),
+    ("schedule=warmup schedule.cfs=[16,4]", "schedule", "cfs[1] must be >= 16, got 4"),
+    ("schedule=warmup schedule.epochs=2", "schedule", "did you mean 'steps_each'"),
+    ("schedule=gravac schedule.epochs_each=2", "schedule", "unknown parameter of schedule 'gravac' 'epochs_each'"),
     ("model=resnet", "model", "unknown model 'resnet'"),
     ("model=mpl", "model", "did you mean 'mlp'"),
     ("model.widht=3", "model", "mlp has no parameter 'widht'"),
@@ -122,6 +129,9 @@ ACCEPTED = [
     ("data=training_runs:blobs", "data", {"batch_size": 32, "samples": 100}),
     ("model=cnn model.dropout=0", "model", {"name": "cnn", "dropout": 0, "channels": 32}),
     ("schedule=gravac schedule.window=7", "schedule", {"window": 7, "epsilon": 0.7, "policy": "exponential"}),
+    ("schedule={name: warmup, steps_each: 9}", "schedule", {"steps_each": 9, "cfs": [4, 16, 64, 250, 1000]}),
+    ("schedule=warmup data=training_runs:blobs", "schedule", {"steps_each": 4, "cf": None}),  # 100 samples by 32
+    ("schedule={name: warmup, epochs_each: 3} data=training_runs:blobs", "schedule", {"steps_each": 12}),
     ("lr_schedule={name: step, milestones: [5, 8]}", "lr_schedule", {"milestones": [5, 8], "factor": 0.1}),
 ]
 
@@ -138,7 +148,9 @@ def test_no_compression_needs_no_other_schedule(config_file: Path, caplog: pytes
     assert "gravac has nothing to choose" in caplog.text
 
 
-@pytest.mark.parametrize("overrides", [[], ["schedule=gravac"], ["exclude=['*.bias']", "optimizer.lr=1e-5"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["schedule=gravac"], ["schedule=warmup"], ["exclude=['*.bias']", "optimizer.lr=1e-5"]]
+)
 def test_the_resolved_file_loads_again_to_the_same(config_file: Path, tmp_path: Path, overrides: list[str]) -> None:
     resolved = resolve(load(config_file, overrides))
     again = tmp_path / "again.yaml"

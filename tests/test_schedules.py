@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdcomp import schedules
-from hvdcomp.schedules import DENSE, Decision, GraVAC, Schedule, Static, Statistics
+from hvdcomp.schedules import DENSE, Decision, GraVAC, Schedule, Static, Statistics, Warmup
 from hvdcomp.schedules.gravac import scaled_cfs
 
 NAN, INF = math.nan, math.inf
@@ -88,7 +88,14 @@ def test_create_makes_the_named_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [Static(), Static(30), GraVAC(cf_min=1.5, window=7, gain="raw", policy="geometric")]
+    "schedule",
+    [
+        Static(),
+        Static(30),
+        GraVAC(cf_min=1.5, window=7, gain="raw", policy="geometric"),
+        Warmup(),
+        Warmup(3, (2, 8), 10),
+    ],
 )
 def test_describe_makes_another_like_it(schedule: Schedule) -> None:
     described = json.loads(json.dumps(schedule.describe()))
@@ -96,7 +103,9 @@ def test_describe_makes_another_like_it(schedule: Schedule) -> None:
 
 
 def test_unknown_name_names_the_nearest_and_all() -> None:
-    with pytest.raises(ValueError, match=r"unknown schedule 'gravec'; did you mean 'gravac'\? valid: gravac, static"):
+    with pytest.raises(
+        ValueError, match=r"unknown schedule 'gravec'; did you mean 'gravac'\? valid: gravac, static, warmup"
+    ):
         schedules.create("gravec")
 
 
@@ -182,6 +191,49 @@ def test_static_without_cf_leaves_it_to_the_compressor() -> None:
 def test_static_refuses_a_cf_below_1() -> None:
     with pytest.raises(ValueError, match=r"cf must be >= 1, got 0\.5 \(cf is original size / compressed size; for 1 %"):
         Static(0.5)
+
+
+# -- warm-up --------------------------------------------------------------------------------------------------------
+
+
+def test_warmup_holds_the_papers_factors_for_equal_times_then_the_last_for_ever() -> None:
+    schedule = Warmup(steps_each=2)
+    assert not schedule.adaptive
+    assert [schedule.cf_at(step) for step in range(12)] == [4, 4, 16, 16, 64, 64, 250, 250, 1000, 1000, 1000, 1000]
+    assert schedule.cf_at(10**9) == 1000
+    sparsities = [0.75, 0.9375, 0.984375, 0.996, 0.999]
+    assert [1 / (1 - sparsity) for sparsity in sparsities] == pytest.approx(schedule.cfs)
+
+
+def test_warmup_may_start_dense_and_end_beyond_its_list() -> None:
+    schedule = Warmup(steps_each=1, cfs=[1, 4], cf=100)
+    assert [schedule.cf_at(step) for step in range(4)] == [1, 4, 100, 100]
+    assert schedule.levels == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"steps_each": 0}, r"steps_each must be a whole number >= 1, got 0 \(steps for which each factor holds"),
+        ({"steps_each": 1.5}, r"steps_each must be a whole number >= 1, got 1\.5"),
+        ({"cfs": []}, r"cfs must be a list of compression factors such as \[4, 16, 64\], got \[\]"),
+        ({"cfs": "4"}, r"cfs must be a list of compression factors .*, got '4'"),
+        ({"cfs": 4}, r"cfs must be a list of compression factors .*, got 4"),
+        ({"cfs": [4, "16"]}, r"cfs\[1\] must be a number >= 4, got '16'"),
+        ({"cfs": [0.75, 0.9]}, r"cfs\[0\] must be >= 1, got 0\.75 \(.*a sparsity of 75 % is 4"),
+        ({"cfs": [16, 4]}, r"cfs\[1\] must be >= 16, got 4 \(a warm-up's factors are >= 1 and never fall"),
+        ({"cfs": [4, NAN]}, r"cfs\[1\] must be >= 4, got nan"),
+        ({"cfs": [4, 16], "cf": 8}, r"cf must be >= 16, got 8 \(the factor after the list, whose last is 16\)"),
+    ],
+)
+def test_warmup_refuses_what_is_none(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Warmup(**{"steps_each": 1, **params})
+
+
+def test_warmup_needs_to_know_how_long() -> None:
+    with pytest.raises(ValueError, match=r"warm-up needs steps_each, .* Warmup\(steps_each=len\(loader\)\)"):
+        Warmup().cf_at(0)
 
 
 # -- GraVAC: gains --------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from conftest import every_method
 from in_process import ExchangeWorld
 from torch import Tensor
 
-from hvdcomp.compressors import Compressor, NoCompression, PowerSGD, RandomK, TopK
+from hvdcomp.compressors import DGC, Compressor, NoCompression, PowerSGD, RandomK, TopK
 from hvdcomp.compressors.sparsifier import kept_elements
 from hvdcomp.rounds import BucketRun
-from hvdcomp.schedules import GraVAC, Static
+from hvdcomp.schedules import GraVAC, Static, Warmup
 from hvdcomp.simulation import World
 
 Grads = Sequence[Mapping[str, Tensor]]
@@ -340,8 +340,9 @@ def test_a_sum_of_residual_and_gradient_that_overflows_is_not_finite(compressor:
     if schedule and not compressor.has_levels:
         pytest.skip("no levels")
     world = World(2, compressor, schedule=GraVAC(cf_min=4, cf_max=4, epsilon=0) if schedule else None)
-    good = [{"w": torch.randn(8, 8) * 5e37, "v": torch.ones(3)} for _ in range(2)]
-    world.step(good)
+    for _ in range(2):  # the first step of some methods is dense
+        good = [{"w": torch.randn(8, 8) * 4e37, "v": torch.ones(3)} for _ in range(2)]
+        world.step(good)
     left = residuals(world, good)
     bad = [dict(good[0]), {"w": torch.sign(left[1]["w"]) * 3.4e38, "v": torch.ones(3)}]
     assert left[1]["w"].abs().max() > 1e37, "the residual must be large for this test"
@@ -491,6 +492,49 @@ def test_a_zero_gradient_under_gravac(random_grads: MakeGrads) -> None:
     assert not world.skipped
 
 
+# -- warm-up
+
+
+def test_warmup_sends_the_factor_in_force() -> None:
+    world = World(2, TopK(), schedule=Warmup(steps_each=2, cfs=[1, 4, 8]))
+    kept = []
+    for _ in range(7):
+        gradient = torch.randn(64)
+        kept.append(int((world.step([{"w": gradient}] * 2)[0]["w"] != 0).sum()))
+    assert kept == [64, 64, 16, 16, 8, 8, 8]
+
+
+@pytest.mark.parametrize("method", [*SPARSIFIERS, DGC(momentum=0.9)], ids=repr)
+def test_warmup_is_the_same_as_changing_the_factor_by_hand(method: Compressor) -> None:
+    """So DGC's u and v, residuals, and SIDCo's stages go on when the factor changes."""
+    world = World(2, method, schedule=Warmup(steps_each=2, cfs=[1, 4, 16]))
+    by_hand = World(2, method.with_parameters(cf=1))
+    by_hand._cf_at = lambda step: None
+    for step in range(8):
+        grads = [{"w": torch.randn(24, 16)} for _ in range(2)]
+        if step in (2, 4):
+            for part in (p for buckets in by_hand._buckets for bucket in buckets for p in bucket.parts):
+                part.compressor = method.with_parameters(cf={2: 4, 4: 16}[step])
+        expected = by_hand.step(grads)
+        assert all(torch.equal(a["w"], b["w"]) for a, b in zip(world.step(grads), expected, strict=True))
+    states = [w._buckets[1][0].parts[0].unit.state for w in (world, by_hand)]
+    assert {k: v.tolist() for k, v in states[0].items()} == {k: v.tolist() for k, v in states[1].items()}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_warmup_of_the_exchange_equals_the_world(workers: int) -> None:
+    schedule = Warmup(steps_each=1, cfs=[1, 4, 16])
+    compressor = DGC(momentum=0.5)
+    world = World(workers, compressor, schedule=schedule)
+    grads = [[{"w": torch.randn(24, 16)} for _ in range(workers)] for _ in range(5)]
+    real = ExchangeWorld(workers, compressor, grads[0][0], cf_at=schedule.cf_at)
+    for step in range(5):
+        for mine, theirs in zip(real.step(grads[step]), world.step(grads[step]), strict=True):
+            assert torch.allclose(mine["w"], theirs["w"], atol=1e-6)
+        assert {record.cf for record in real.records} == {[1, 4, 16, 16, 16][step]}
+        assert real.records[0].bytes_sent == world.nbytes
+
+
 # -- the world itself
 
 
@@ -499,7 +543,7 @@ def test_a_static_schedule_gives_the_factor() -> None:
     assert world.step([{"w": torch.arange(1.0, 6.0)}])[0]["w"].tolist() == [0, 0, 0, 0, 5]
 
 
-@pytest.mark.parametrize("schedule", [GraVAC(), Static(cf=10), "gravac"])
+@pytest.mark.parametrize("schedule", [GraVAC(), Static(cf=10), Warmup(5), "gravac"])
 def test_a_schedule_needs_a_method_with_levels(schedule: Any) -> None:
     with pytest.raises(ValueError, match=r"'powersgd' does not have.*use topk or randomk"):
         World(2, "powersgd", schedule=schedule)

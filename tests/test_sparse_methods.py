@@ -146,6 +146,70 @@ def test_redsync_is_between_k_and_2k_whatever_the_tail(k: int) -> None:
         assert kept.values.numel() == int((values.abs() >= kept.values.abs().min()).sum())
 
 
+def test_redsync_quantised_alternates_between_the_signs_and_sends_means() -> None:
+    """The k = 2 largest of the step's sign; the difference to their mean is left behind."""
+    given = torch.tensor([8.0, -6.0, 5.0, -2.0, 1.0, 0.0, 0.0, 0.0])
+    world = World(1, RedSync(cf=4, variant="trimmed", quantise=True))
+    steps = [(given, [6.5, 0, 6.5, 0, 0, 0, 0, 0]), (0 * given, [0, -4, 0, -4, 0, 0, 0, 0])]
+    lefts = [[1.5, -6, -1.5, -2, 1, 0, 0, 0], [1.5, -2, -1.5, 2, 1, 0, 0, 0]]
+    for (gradient, mean), left in zip(steps, lefts, strict=True):
+        assert world.step([{"w": gradient}])[0]["w"].tolist() == mean
+        assert world.residual(0, "w").tolist() == left
+    assert world.step([{"w": 0 * given}])[0]["w"].tolist() == [1.75, 0, 0, 1.75, 0, 0, 0, 0]
+
+
+def test_redsync_quantised_by_threshold() -> None:
+    unit = Unit("w", torch.Size([200]))
+    both = torch.cat([HUNDRED, -HUNDRED])
+    for unit.step, first in ((0, 0), (1, 100), (2, 0)):
+        kept = chosen(RedSync(quantise=True), both, 10, unit)
+        assert 10 < kept.values.numel() < 20
+        assert kept.positions.tolist() == list(range(first + 100 - kept.values.numel(), first + 100))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_redsync_quantised_of_one_sign_does_not_stall(sign: int) -> None:
+    """Where nothing has the step's sign, the other is sent; fewer than k where fewer have it; a zero if all are."""
+    method, k = RedSync(variant="trimmed", quantise=True), 3
+    for step in (0, 1):
+        unit = Unit("w", torch.Size([5]), step=step)
+        assert chosen(method, sign * torch.tensor([1.0, 2, 3, 4, 0]), k, unit).positions.tolist() == [1, 2, 3]
+        assert chosen(method, torch.tensor([0, sign, 0, 0, 0.0]), k, unit).positions.tolist() == [1]
+        assert chosen(method, torch.zeros(5), k, unit).values.tolist() == [0]
+    workers = World(2, RedSync(cf=2, quantise=True))
+    mean = workers.step([{"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([-1.0, -5.0])}])[0]["w"]
+    assert mean.tolist() == [0, -1]  # each its own sign: (3 - 5) / 2
+
+
+@pytest.mark.parametrize("variant", ["threshold", "trimmed"])
+@pytest.mark.parametrize("values", AWKWARD.values(), ids=AWKWARD)
+def test_redsync_quantised_selects_something_of_one_sign(values: Tensor, variant: str) -> None:
+    method, k = RedSync(variant=variant, quantise=True), kept_elements(values.numel(), 100)
+    for step in (0, 1):
+        kept = chosen(method, values, k, Unit("w", values.shape, step=step))
+        assert 1 <= kept.values.numel() <= method.most(k)
+        assert len(set(kept.values.sign().tolist())) == 1
+        assert torch.equal(kept.values, values[kept.positions])
+
+
+def test_redsync_quantised_needs_the_values_as_they_are_and_a_step() -> None:
+    with pytest.raises(ValueError, match=r"quantise sends no values, so that their type must be 'fp32', got 'fp16'"):
+        RedSync(quantise=True, values="fp16")
+    with pytest.raises(ValueError, match="quantise must be True or False, got 1"):
+        RedSync(quantise=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the step"):
+        RedSync(quantise=True).compress(torch.ones(3))
+    with pytest.raises(ValueError, match=r"does not fit an adaptive schedule.*use quantise=False"):
+        World(2, RedSync(quantise=True), schedule="gravac")
+
+
+def test_redsync_quantised_sends_positions_and_a_header() -> None:
+    world = World(2, RedSync(cf=100, quantise=True))
+    world.step([{"w": torch.randn(100_000)} for _ in range(2)])
+    frame = 32
+    assert world.nbytes <= frame + RedSync(cf=100, quantise=True).requests((100_000,), 2)[0].nbytes == frame + 24 + 7996
+
+
 # -- MSTopK
 
 
@@ -459,6 +523,23 @@ def test_dgc_applies_and_keeps_v_plus_u(workers: int, values: str) -> None:
         assert torch.allclose(mean + torch.stack(v).mean(0), acc, atol=1e-5)
 
 
+def test_dgc_builds_u_and_v_in_memory_that_it_has_and_leaves_them_alone_when_a_step_is_skipped() -> None:
+    world, plain = (World(2, "dgc", cf=10, momentum=0.5, nesterov=True) for _ in range(2))
+    held: list[set[int]] = []
+    for step in range(9):
+        good = torch.randn(40, 30)
+        if step in (3, 4, 6):
+            before = {key: tensor.clone() for key, tensor in dgc_state(world, 1).items()}
+            world.step([{"w": good}, {"w": good * torch.nan}])
+            assert world.skipped
+            assert all(torch.equal(before[key], tensor) for key, tensor in dgc_state(world, 1).items())
+        grads = [{"w": good}, {"w": good.flip(0)}]
+        assert torch.equal(world.step(grads)[1]["w"], plain.step(grads)[1]["w"])
+        held.append({tensor.data_ptr() for tensor in dgc_state(plain).values()})
+        assert all(torch.equal(t, dgc_state(plain)[key]) for key, t in dgc_state(world).items())
+    assert held[2] == held[4] == held[6] != held[3] == held[5] == held[7]
+
+
 def test_dgc_selects_within_its_band() -> None:
     for values in (torch.randn(50_000), torch.from_numpy(np.random.default_rng(0).standard_t(3, 50_000)).float()):
         for k in (50, 500, 5000):
@@ -511,9 +592,11 @@ def test_awkward_tensors_select_something_within_the_bound(name: str, values: Te
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", [*ESTIMATING, *EXACT, "artopk", "threshold"])
+@pytest.mark.parametrize("name", [*ESTIMATING, *EXACT, "artopk", "threshold", "redsync quantised"])
 def test_applied_and_left_are_what_there_was(name: str, workers: int) -> None:
-    world = World(workers, name, **({"threshold": 1.0} if name == "threshold" else {"cf": 10}))
+    more: dict[str, object] = {"threshold": 1.0} if name == "threshold" else {"cf": 10}
+    more |= {"quantise": True} if "quantised" in name else {}
+    world = World(workers, name.split()[0], **more)
     for step in range(4):
         grads = [{"w": torch.randn(40, 30), "e": torch.zeros(0)} for _ in range(workers)]
         before = [world.residual(w, "w") if step else torch.zeros(40, 30) for w in range(workers)]

@@ -554,6 +554,18 @@ def test_recording_takes_none_of_an_iterations_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+def test_a_run_with_warm_up_and_its_resumption(tmp_path: Path) -> None:
+    """An epoch is 4 steps; the list goes on where the first job ended."""
+    config, folder = write(tmp_path), tmp_path / "run"
+    warm = ["schedule={name: warmup, epochs_each: 1, cfs: [1, 4, 16]}", "compression=dgc", f"run_dir={folder}"]
+    train(config, "-np", "2", *warm, "steps=6")
+    train(config, "-np", "2", "--resume", *warm, "steps=14")
+    assert [row["cf"] for row in rows(folder)] == [1] * 4 + [4] * 4 + [16] * 6
+    assert summary(folder)["cf_steps"] == {"1": 4, "4": 4, "16": 6}
+    assert "steps_each: 4\n" in (folder / "config.yaml").read_text()
+
+
+@pytest.mark.ranks
 def test_a_run_over_gloo(tmp_path: Path) -> None:
     train(write(tmp_path), "-np", "2", "--launcher", "horovodrun", f"run_dir={tmp_path / 'run'}", "steps=4")
     result = summary(tmp_path / "run")

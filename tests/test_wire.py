@@ -17,6 +17,7 @@ from hvdcomp.sparse_gradients import _encode as encode_rows
 from hvdcomp.wire import (
     HEADER_NBYTES,
     MAX_INDEX,
+    MEAN,
     VERSION,
     decode_frames,
     decode_sparse,
@@ -93,7 +94,7 @@ def test_random_bytes_are_refused(data: bytes, numel: int) -> None:
 @FUZZ
 def test_a_payload_with_a_flipped_bit_is_safe(vector: tuple[Tensor, Tensor, int], data: st.DataObject) -> None:
     indices, values, numel = vector
-    payload = encode_sparse(indices, values, numel)
+    payload = encode_sparse(indices, values, numel, data.draw(st.sampled_from(["fp32", MEAN])))
     position = data.draw(st.integers(0, payload.numel() - 1))
     payload[position] ^= 1 << data.draw(st.integers(0, 7))
     decoded_or_refused(payload, numel)
@@ -103,7 +104,7 @@ def test_a_payload_with_a_flipped_bit_is_safe(vector: tuple[Tensor, Tensor, int]
 @QUICK
 def test_a_truncated_or_extended_payload_is_refused(vector: tuple[Tensor, Tensor, int], data: st.DataObject) -> None:
     indices, values, numel = vector
-    payload = encode_sparse(indices, values, numel)
+    payload = encode_sparse(indices, values, numel, data.draw(st.sampled_from(["fp32", MEAN])))
     with pytest.raises(WireError):
         decode_sparse(payload[: data.draw(st.integers(0, payload.numel() - 1))], numel)
     with pytest.raises(WireError):
@@ -143,6 +144,31 @@ def test_a_vector_beyond_int32_is_refused_without_being_made() -> None:
     assert encode_sparse(*nothing, 2**31 - 1).numel() == HEADER_NBYTES
     with pytest.raises(ValueError, match="int32"):
         encode_sparse(*nothing, 2**31)
+
+
+# -- payloads of one value for all
+
+
+def test_a_mean_stands_in_for_all_values() -> None:
+    payload = encode_sparse(torch.tensor([1, 5]), torch.tensor([1.0, 4.0]), 9, MEAN)
+    assert payload.numel() <= largest_sparse_nbytes(2, MEAN) == HEADER_NBYTES + 4 * 2
+    back = decode_sparse(payload, 9)
+    assert (back.positions.tolist(), back.values.tolist()) == ([1, 5], [2.5, 2.5])
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        (torch.tensor([]), None),
+        (torch.zeros(3), 0.0),
+        (torch.full((3,), 3e38), 3e38),  # their sum is beyond float32
+        (torch.full((3,), -1e300, dtype=torch.float64), -torch.finfo(torch.float32).max),
+        (torch.tensor([torch.nan, 1.0]), torch.nan),  # of a step that the frame's flag makes all skip
+    ],
+)
+def test_means_at_the_edge(values: Tensor, mean: float | None) -> None:
+    back = decode_sparse(encode_sparse(torch.arange(len(values)), values, 9, MEAN), 9)
+    assert back.values.tolist() == pytest.approx([] if mean is None else [mean] * len(values), nan_ok=True)
 
 
 # -- frames

@@ -12,6 +12,7 @@ from hvdcomp.compressors.bf16 import BF16
 from hvdcomp.compressors.dgc import DGC
 from hvdcomp.compressors.fp16 import FP16
 from hvdcomp.compressors.gaussiank import GaussianK
+from hvdcomp.compressors.gradiveq import GradiVeQ
 from hvdcomp.compressors.int8 import Int8
 from hvdcomp.compressors.mstopk import MSTopK
 from hvdcomp.compressors.natural import Natural
@@ -43,6 +44,7 @@ _METHODS: tuple[type[Compressor], ...] = (
     RandomK,
     ARTopK,
     PowerSGD,
+    GradiVeQ,
     SignSGD,
     Signum,
     EFSignSGD,
@@ -83,6 +85,7 @@ __all__ = [
     "Compressor",
     "EFSignSGD",
     "GaussianK",
+    "GradiVeQ",
     "Int8",
     "MSTopK",
     "Natural",

@@ -32,6 +32,9 @@ class DGC(GatheredSparsifier):
     most 10 rounds until [.8 k, 1.3 k] elements reach it; more than that are cut by magnitude to
     k = max(1, floor(n / cf)).
 
+    On a CPU a worker holds u and v twice, as they are and as they were a step before: a step that is skipped leaves
+    them alone, and one that is not need not fetch fresh memory.
+
     Args:
         cf: compression factor >= 1, original floats / sent floats; 1 sends all.
         momentum: m in [0, 1); None takes the optimizer's.
@@ -77,28 +80,35 @@ class DGC(GatheredSparsifier):
         if not self.correction:
             return (yield from super().rounds(acc, unit))
         gradient = self._clipped(acc, unit)
-        dense = self.cf == 1 or acc.numel() == 0
+        cf = self.factor(unit)
+        dense = cf == 1 or acc.numel() == 0
         if dense and "own.v" not in unit.state:
             return (yield from self.momentum_after(gradient, unit))
-        u, step = self._with_momentum(unit.state.get("own.u", unit.state.get("u")), gradient, unit)
-        v = unit.state["own.v"] + step if "own.v" in unit.state else step.clone()
+        u = self._next_u(unit.state.get("own.u", unit.state.get("u")), gradient, unit, _spare(unit, "own.u"))
+        v = unit.state.get("own.v")
+        v = u.clone() if v is None else torch.add(v, u, out=_spare(unit, "own.v"))
+        if self._nesterov(unit):
+            v.add_(gradient)
         if dense:  # the factor fell to 1: all that was left behind is sent, and u masked with it
+            unit.spare = {}
             everything = Dense((yield Allreduce(v)))
             everything.state = {}
             return everything
-        kept = self.select(v, kept_elements(v.numel(), self.cf), unit, level=0)
+        kept = self.select(v, kept_elements(v.numel(), cf), unit, level=0)
         outcome = yield from self.send(kept, v, unit)
         assert isinstance(outcome, Sparse)
         outcome.settle_(v)
         clear_(u, outcome.contributions[outcome.own].positions)
+        unit.spare = unit.state if v.device.type == "cpu" else {}  # elsewhere memory is cached, and better not held
         outcome.state = {"own.u": u, "own.v": v}
         return outcome
 
     def momentum_after(self, gradient: Tensor, unit: Unit) -> Rounds:
         """The dense path: the mean gradient, then momentum, alike on all workers."""
         mean = yield Allreduce(gradient)
-        u, step = self._with_momentum(unit.state.get("u"), mean.view(-1), unit)
-        outcome = Dense(step)
+        mean = mean.view(-1)
+        u = self._next_u(unit.state.get("u"), mean, unit)
+        outcome = Dense(u + mean if self._nesterov(unit) else u)
         outcome.state = {"u": u}
         return outcome
 
@@ -137,16 +147,15 @@ class DGC(GatheredSparsifier):
         norm = math.sqrt(float(squared_norm(gradient)))
         return gradient * (limit / norm) if norm > limit else gradient
 
-    def _with_momentum(self, u: Tensor | None, gradient: Tensor, unit: Unit) -> tuple[Tensor, Tensor]:
-        """The new u, and what is added to v, or without compression applied; the same tensor without Nesterov."""
+    def _nesterov(self, unit: Unit) -> bool:
+        return unit.hyper.nesterov if self.nesterov is None else self.nesterov
+
+    def _next_u(self, u: Tensor | None, gradient: Tensor, unit: Unit, out: Tensor | None = None) -> Tensor:
         momentum = unit.hyper.momentum if self.momentum is None else self.momentum
-        nesterov = unit.hyper.nesterov if self.nesterov is None else self.nesterov
         u = torch.zeros_like(gradient) if u is None else u
-        if nesterov:
-            u = (u + gradient) * momentum
-            return u, u + gradient
-        u = torch.add(gradient, u, alpha=momentum)
-        return u, u
+        if self._nesterov(unit):
+            return torch.add(u, gradient, out=out).mul_(momentum)
+        return torch.add(gradient, u, alpha=momentum, out=out)
 
 
 class MomentumAfter(NoCompression):
@@ -163,6 +172,12 @@ class MomentumAfter(NoCompression):
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         return (yield from self.dgc.momentum_after(self.dgc._clipped(acc, unit), unit))
+
+
+def _spare(unit: Unit, name: str) -> Tensor | None:
+    """Memory for the next state, whose first touch costs more than the arithmetic; None after an aborted step."""
+    spare = unit.spare.get(name)
+    return None if spare is unit.state.get(name) else spare
 
 
 def sampled_threshold(values: Tensor, k: int) -> float:

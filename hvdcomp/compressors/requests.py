@@ -84,13 +84,15 @@ class Unit:
         shape: the gradient's shape; ``acc`` is always its flat view.
         worker, workers: this worker's index, and how many there are.
         step: exchanges made before this one.
-        levels: the two compression factors to evaluate under an adaptive schedule, None under a static one.
+        cf: the compression factor of this step, None where it is the compressor's own.
+        levels: the two compression factors to evaluate under an adaptive schedule, None under any other.
         hyper: the optimizer's settings, for methods that take them over.
         state: tensors that the compressor keeps from step to step; changed only when a step is committed. A name that
             begins with :data:`OWN` marks one that differs between workers, and is averaged when their number changes.
         next_state: what ``state`` becomes if the step is committed, for methods that find it while they select.
         moments: of ``acc``, if adding the gradient took them.
         tail: the largest elements of ``acc``, :meth:`Compressor.wanted` at least, if adding the gradient found them.
+        spare: tensors that were in ``state`` before the last step, to build the next state in; never read.
     """
 
     name: str
@@ -98,12 +100,14 @@ class Unit:
     worker: int = 0
     workers: int = 1
     step: int = 0
+    cf: float | None = None
     levels: tuple[float, float] | None = None
     hyper: Hyper = Hyper()
     state: dict[str, Tensor] = field(default_factory=dict)
     next_state: dict[str, Tensor] = field(default_factory=dict)
     moments: Moments | None = None
     tail: Tail | None = None
+    spare: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:

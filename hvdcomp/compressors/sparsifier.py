@@ -65,12 +65,18 @@ class Sparsifier(Compressor):
             "error_feedback", error_feedback, hint="keep what was not sent for the next step"
         )
 
+    def factor(self, unit: Unit) -> float:
+        """The compression factor of this step; under an adaptive schedule the lower of its two."""
+        if unit.levels is not None:
+            return unit.levels[0]
+        return self.cf if unit.cf is None else unit.cf
+
     def searched(self, k: int) -> int:
         """How many of the largest elements of ``acc`` :meth:`select` looks among for ``k``; 0 if among all."""
         return 0
 
     def wanted(self, unit: Unit) -> int:
-        cf = self.cf if unit.levels is None else unit.levels[0]
+        cf = self.factor(unit)
         return 0 if cf == 1 else self.searched(kept_elements(unit.numel, cf))
 
     @abstractmethod
@@ -92,9 +98,10 @@ class Sparsifier(Compressor):
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         if unit.levels is not None:
             return (yield from self._decided_rounds(acc, unit, unit.levels))
-        if self.cf == 1 or acc.numel() == 0:
+        cf = self.factor(unit)
+        if cf == 1 or acc.numel() == 0:
             return (yield from dense_rounds(acc, unit))
-        kept = self.select(acc, kept_elements(acc.numel(), self.cf), unit, level=0)
+        kept = self.select(acc, kept_elements(acc.numel(), cf), unit, level=0)
         return (yield from self.send(kept, acc, unit))
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
@@ -146,12 +153,17 @@ class GatheredSparsifier(Sparsifier):
         self.values = check_choice("type of values", values, VALUE_TYPES)
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
-        payloads = yield Allgather(encode_sparse(kept.positions, kept.values, unit.numel, self.values))
+        payloads = yield Allgather(encode_sparse(kept.positions, kept.values, unit.numel, self.wire_type))
         received = [decode_sparse(payload, unit.numel) for payload in payloads]
-        return Sparse(received, unit.worker, exact=self.values == "fp32")
+        return Sparse(received, unit.worker, exact=self.wire_type == "fp32")
 
     def sparse_requests(self, kept: int) -> list[Volume]:
-        return [Volume(0, "allgather", largest_sparse_nbytes(self.most(kept), self.values))]
+        return [Volume(0, "allgather", largest_sparse_nbytes(self.most(kept), self.wire_type))]
+
+    @property
+    def wire_type(self) -> str:
+        """What the values travel as."""
+        return self.values
 
     def most(self, k: int) -> int:
         """The largest number of elements that is sent where ``k`` are wanted."""
@@ -161,7 +173,7 @@ class GatheredSparsifier(Sparsifier):
         flat = tensor.detach().reshape(-1)
         flat = flat if flat.dtype.itemsize >= 4 else flat.float()
         kept = self.select(flat, kept_elements(flat.numel(), self.cf), Unit("", tensor.shape), level=0)
-        payload = encode_sparse(kept.positions, kept.values, flat.numel(), self.values)
+        payload = encode_sparse(kept.positions, kept.values, flat.numel(), self.wire_type)
         return payload, (tensor.shape, tensor.dtype)
 
     def decompress(self, payload: Tensor, ctx: Any) -> Tensor:

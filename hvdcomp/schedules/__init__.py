@@ -8,10 +8,22 @@ from hvdcomp.checks import check_choice
 from hvdcomp.schedules.base import DENSE, Decision, Parameter, Schedule, Statistics
 from hvdcomp.schedules.gravac import GraVAC
 from hvdcomp.schedules.static import Static
+from hvdcomp.schedules.warmup import Warmup
 
-__all__ = ["DENSE", "REGISTRY", "Decision", "GraVAC", "Parameter", "Schedule", "Static", "Statistics", "create"]
+__all__ = [
+    "DENSE",
+    "REGISTRY",
+    "Decision",
+    "GraVAC",
+    "Parameter",
+    "Schedule",
+    "Static",
+    "Statistics",
+    "Warmup",
+    "create",
+]
 
-REGISTRY: dict[str, type[Schedule]] = {schedule.name: schedule for schedule in (Static, GraVAC)}
+REGISTRY: dict[str, type[Schedule]] = {schedule.name: schedule for schedule in (Static, GraVAC, Warmup)}
 """Name -> class. Each class tells its `source`, its `parameters()` with defaults, and in its docstring what it does."""
 
 

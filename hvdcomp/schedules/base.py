@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hvdcomp.checks import check_count
+
 DENSE = -1
 """`Decision.level` of a step that is exchanged uncompressed."""
 
@@ -120,6 +122,13 @@ class Schedule(ABC):
     def levels(self) -> tuple[float, float]:
         """The CFs (cf_min, candidate) to evaluate at the next step; before the first step alike on every rank."""
 
+    def cf_at(self, step: int) -> float | None:
+        """The CF of a step (counted from 0) that needs no decision; None: the compressor's own, or a decision's.
+
+        It depends on nothing but the step, so that all ranks know it, and a resumed run goes on where it was.
+        """
+        return None
+
     @abstractmethod
     def decide(self, statistics: Statistics) -> Decision:
         """Decide this step for all ranks. On rank 0 only, once a step."""
@@ -153,6 +162,40 @@ class Schedule(ABC):
         """Its arguments with defaults and documentation, `clock` left out."""
         arguments = inspect.signature(cls).parameters.values()
         return tuple(Parameter(a.name, a.default, cls.parameter_docs[a.name]) for a in arguments if a.name != "clock")
+
+
+class Undecided(Schedule):
+    """A schedule without decisions: its CFs are known beforehand, by :meth:`cf_at`."""
+
+    adaptive = False
+
+    def prepare(self, workers: int) -> None:
+        check_count("workers", workers, hint="the number of ranks that exchange gradients")
+
+    @property
+    def levels(self) -> tuple[float, float]:
+        """The first step's CF, twice. Raises RuntimeError when that is the compressor's, which only it knows."""
+        cf = self.cf_at(0)
+        if cf is None:
+            raise RuntimeError(
+                f"this {self.name} schedule has no CF of its own: take the compressor's, or give one, cf=100"
+            )
+        return (cf, cf)
+
+    def decide(self, statistics: Statistics) -> Decision:
+        """Raises RuntimeError: ask `adaptive` first, and spare the collective."""
+        raise RuntimeError(
+            f"a {self.name} schedule decides nothing; call decide() only where schedule.adaptive is true"
+        )
+
+    def observe(self, seconds: float, compress_s: float, samples: float = 1.0) -> None:
+        """Nothing to learn from it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state_keys(f"the {self.name} schedule", state, ())
 
 
 def check_state_keys(owner: str, state: Mapping[str, Any], expected: Collection[str]) -> None:

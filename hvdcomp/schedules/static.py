@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hvdcomp.checks import check_count, check_number
-from hvdcomp.schedules.base import Decision, Schedule, Statistics, check_state_keys
+from hvdcomp.checks import check_number
+from hvdcomp.schedules.base import Undecided
 
 
-class Static(Schedule):
+class Static(Undecided):
     """The same CF at every step, without decisions and so without a collective for them.
 
     Args:
@@ -20,7 +20,6 @@ class Static(Schedule):
     """
 
     name = "static"
-    adaptive = False
     source = "the usual practice: a compression factor chosen by hand"
     parameter_docs: ClassVar[Mapping[str, str]] = {
         "cf": "compression factor of every step, >= 1; None: the compressor's own",
@@ -31,25 +30,5 @@ class Static(Schedule):
         hint = "cf is original size / compressed size; for 1 % use cf=100"
         self.cf = None if cf is None else check_number("cf", cf, 1, hint=hint)
 
-    def prepare(self, workers: int) -> None:
-        check_count("workers", workers, hint="the number of ranks that exchange gradients")
-
-    @property
-    def levels(self) -> tuple[float, float]:
-        """(cf, cf). Raises RuntimeError when cf is None: only the compressor knows it then."""
-        if self.cf is None:
-            raise RuntimeError("Static() has no CF of its own: take the compressor's, or give one, Static(cf=100)")
-        return (self.cf, self.cf)
-
-    def decide(self, statistics: Statistics) -> Decision:
-        """Raises RuntimeError: ask `adaptive` first, and spare the collective."""
-        raise RuntimeError("a static schedule decides nothing; call decide() only where schedule.adaptive is true")
-
-    def observe(self, seconds: float, compress_s: float, samples: float = 1.0) -> None:
-        """Nothing to learn from it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state_keys("the static schedule", state, ())
+    def cf_at(self, step: int) -> float | None:
+        return self.cf

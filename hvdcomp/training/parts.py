@@ -12,9 +12,10 @@ from torch import nn
 
 from hvdcomp import compressors, schedules
 from hvdcomp.buckets import Layout
+from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
-from hvdcomp.schedules import Schedule
+from hvdcomp.schedules import Schedule, Warmup
 from hvdcomp.training.data import DATASETS, Data, as_data, cut, test_batches
 from hvdcomp.training.models import MODELS
 from hvdcomp.training.registry import Entry, Registry
@@ -29,16 +30,18 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
 
     Raises ConfigError, naming the field, when one of them cannot be made or they do not fit each other.
     """
-    config = _without_idle_schedule(_with_defaults(config))
+    config = _without_idle_schedule(_with_defaults(config, workers))
     compressor, schedule = build_compressor(config), build_schedule(config)
     _make_layout(compressor, config)
-    chooses = schedule.adaptive or getattr(schedule, "cf", None) is not None
+    chooses = schedule.adaptive or schedule.cf_at(0) is not None
     if chooses and not compressor.has_levels:
         able = ", ".join(name for name, cls in compressors.available().items() if cls.has_levels)
         raise ConfigError(
             f"schedule: {config.schedule.name} chooses compression factors, {config.compression.name} has none; "
             f"take one of {able}, or schedule: static"
         )
+    if schedule.adaptive:
+        _make("schedule", compressor.as_selector, {})
     _check_fit(build_model(config), build_data(config), config, workers)
     return config
 
@@ -91,15 +94,33 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     return adaptive(parameters, lr=config.lr, weight_decay=config.weight_decay)
 
 
-def _with_defaults(config: RunConfig) -> RunConfig:
+def _with_defaults(config: RunConfig, workers: int) -> RunConfig:
     model = _resolved_params(MODELS, "model", config.model.name, config.model.params)
     data = _resolved_params(DATASETS, "data", config.data.name, config.data.params)
     own = {"name": config.data.name, "batch_size": config.data.batch_size}
-    return RunConfig.model_validate(
+    config = RunConfig.model_validate(
         config.model_dump()
         | {"model": {"name": config.model.name, **model}, "data": {**own, **data}}
-        | {"compression": _described(build_compressor(config)), "schedule": build_schedule(config).describe()}
+        | {"compression": _described(build_compressor(config))}
     )
+    config = _with_steps_each(config, workers)
+    return RunConfig.model_validate(config.model_dump() | {"schedule": build_schedule(config).describe()})
+
+
+def _with_steps_each(config: RunConfig, workers: int) -> RunConfig:
+    """A warm-up's `epochs_each` as `steps_each`; one epoch where the configuration says neither, as in the paper."""
+    given = {"epochs_each": None, "steps_each": None} | config.schedule.params
+    epochs = given.pop("epochs_each")
+    if config.schedule.name != Warmup.name or (epochs is None and given["steps_each"] is not None):
+        return config
+    if given["steps_each"] is not None:
+        raise ConfigError(f"schedule: give steps_each or epochs_each, not both, got {given['steps_each']} and {epochs}")
+    hint = "epochs for which each factor holds"
+    epochs = _make("schedule", lambda: check_count("epochs_each", 1 if epochs is None else epochs, hint=hint), {})
+    samples = len(build_data(config).train)  # type: ignore[arg-type]
+    per_epoch = len(_make("data", lambda: cut(samples, 0, workers, config.data.batch_size), {}))
+    given["steps_each"] = epochs * per_epoch
+    return RunConfig.model_validate(config.model_dump() | {"schedule": {"name": Warmup.name, **given}})
 
 
 def _described(compressor: Compressor) -> dict[str, Any]:

@@ -8,18 +8,26 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
+from hvdcomp.schedules import Warmup
 from hvdcomp.simulation import World
 from ranks.tools import assert_alike, assert_close, net, raised, train
 
-NEEDED: dict[str, dict[str, Any]] = {"threshold": {"threshold": 0.01}}
-"""Parameters without a default."""
+NEEDED: dict[str, dict[str, Any]] = {
+    "threshold": {"threshold": 0.01},
+    "gradiveq": {"slice_size": 8, "components": 2, "training_steps": 1, "quantised_steps": 3},
+}
+"""Parameters under which these methods compress small tensors within a few steps."""
+
+
+def every_method() -> list[hvdcomp.Compressor]:
+    defaults = [hvdcomp.compressors.create(name, **NEEDED.get(name, {})) for name in hvdcomp.compressors.available()]
+    return [*defaults, hvdcomp.compressors.create("redsync", quantise=True)]
 
 
 def check_every_method_trains_and_keeps_replicas_alike() -> None:
-    for name in hvdcomp.compressors.available():
-        model = net()
-        compressor = hvdcomp.compressors.create(name, **NEEDED.get(name, {}))
-        momentum = 0.0 if name == "signum" else 0.9
+    for compressor in every_method():
+        model, name = net(), repr(compressor)
+        momentum = 0.0 if compressor.name == "signum" else 0.9
         base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
         optimizer = hvdcomp.DistributedOptimizer(base, model.named_parameters(), compressor)
         start = [parameter.detach().clone() for parameter in model.parameters()]
@@ -32,8 +40,7 @@ def check_every_method_trains_and_keeps_replicas_alike() -> None:
 
 def check_every_method_equals_the_simulation() -> None:
     shapes = {"a": (12, 10), "b": (6, 5, 3)}
-    for name in hvdcomp.compressors.available():
-        compressor = hvdcomp.compressors.create(name, **NEEDED.get(name, {}))
+    for compressor in every_method():
         params = {n: torch.nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
         base = torch.optim.SGD(list(params.values()), lr=1.0, momentum=0.0)
         optimizer = hvdcomp.DistributedOptimizer(base, list(params.items()), compressor, exclude=())
@@ -46,7 +53,7 @@ def check_every_method_equals_the_simulation() -> None:
                 parameter.grad = grads[hvd.rank()][n].clone()
             optimizer.synchronize()
             for n, parameter in params.items():
-                assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=1e-6), (name, n)
+                assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=1e-6), (compressor, n)
             with optimizer.skip_synchronize():
                 optimizer.step()
 
@@ -62,6 +69,40 @@ def check_dgc_at_cf_1_is_momentum_sgd_with_weight_decay() -> None:
         train(plain, hvd.DistributedOptimizer(stock, plain.named_parameters()), 30)
         assert_close(ours.parameters(), plain.parameters(), rtol=1e-5, atol=1e-6)
         assert {group["momentum"] for group in optimizer.param_groups} == {0.9}
+
+
+def check_warmup_equals_the_simulation_and_goes_on_when_resumed() -> None:
+    def wrapped() -> tuple[torch.nn.Parameter, Any]:
+        parameter = torch.nn.Parameter(torch.zeros(20, 16))
+        base = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+        return parameter, hvdcomp.DistributedOptimizer(base, [("w", parameter)], "dgc", schedule=schedule)
+
+    schedule = Warmup(steps_each=2, cfs=[1, 4, 16])
+    world = World(hvd.size(), "dgc", momentum=0.9, schedule=schedule)
+    parameter, optimizer = wrapped()
+    generator = torch.Generator().manual_seed(7)
+    for step in range(8):
+        if step in (1, 5):
+            state = optimizer.compressor_state_dict()
+            parameter, optimizer = wrapped()
+            optimizer.load_compressor_state_dict(state)
+        grads = [{"w": torch.randn(20, 16, generator=generator)} for _ in range(hvd.size())]
+        mean = world.step(grads)[hvd.rank()]["w"]
+        parameter.grad = grads[hvd.rank()]["w"].clone()
+        optimizer.synchronize()
+        assert torch.allclose(parameter.grad, mean, rtol=1e-5, atol=1e-6), step
+        assert optimizer.last_step.cf == [1, 1, 4, 4, 16, 16, 16, 16][step]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def check_warmup_without_its_length_or_a_factor_is_refused() -> None:
+    model = net()
+    for compression, schedule, word in (("topk", "warmup", "steps_each"), ("powersgd", Warmup(3), "powersgd")):
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        arguments = (base, model.named_parameters(), compression)
+        message = raised(ValueError, lambda a=arguments, s=schedule: hvdcomp.DistributedOptimizer(*a, schedule=s))
+        assert word in message
 
 
 def check_dgc_refuses_an_optimizer_without_momentum() -> None:
