@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -31,7 +31,7 @@ from hvdcomp.bench.samples import Pool, make_pool
 from hvdcomp.buckets import Layout, Spec
 from hvdcomp.checks import check_choice, check_number
 from hvdcomp.compressors import Compressor, TopK, available, create
-from hvdcomp.compressors.requests import Decide, Rounds, SharedSparse, Sparse, Unit
+from hvdcomp.compressors.requests import SharedSparse, Sparse
 from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements
 from hvdcomp.config import ConfigError
 from hvdcomp.kernels import largest, squared_norm
@@ -73,7 +73,8 @@ class Method:
     Attributes:
         name: a compressor's, or :data:`INDEX_CODE`.
         params: the compressor's; "levels": the two factors that an adaptive schedule evaluates, the second of which is
-            sent; "twice": the same, each selected from all elements; "density" of the index code.
+            sent; "twice": the same, each level compressed by itself, as
+            a schedule without multi-level compression would; "density" of the index code.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Method:
         if twice is not None:
             if type(compressor) is not TopK or levels is not None:
                 raise ValueError("twice=[CF, CF] goes with topk, and without levels")
-            compressor, levels = _Twice(**params), twice
+            return _Twice(compressor, _checked_levels(compressor, twice), numel)
         return _Step(compressor, None if levels is None else _checked_levels(compressor, levels), numel)
 
 
@@ -278,13 +279,17 @@ class _Step:
         (self._part,) = self._bucket.parts
         keeps = self._part.feedback is not None or compressor.residual_state is not None
         self.settling_steps = SETTLING_STEPS if keeps else 1
+        self.begin_s = 0.0
+        """What the last step took to the decision, or to the payload where none is made."""
         self._mean = torch.zeros(self.shape.numel())
         self._steps = 0
 
     def step(self, gradient: Tensor, workers: int = WORKERS) -> tuple[float, float]:
         context = Context(0, workers, self._steps, self.levels, self.compressor.checks_finite)
         self._run = run = BucketRun(self._bucket, _Given(gradient.view(self.shape), self._mean), context)
-        encode_s, fused = timed(partial(self._begin, run))
+        self.begin_s, _ = timed(partial(self._begin, run))
+        fuse_s, fused = timed(partial(self._fuse, run))
+        encode_s = self.begin_s + fuse_s
         decode_s = 0.0
         self._sent: list[Fused] = []
         while fused:
@@ -322,10 +327,13 @@ class _Step:
             "relative_error": error,
         }
 
-    def _begin(self, run: BucketRun) -> list[Fused]:
+    def _begin(self, run: BucketRun) -> None:
         run.begin()
         if self.levels is not None:
             run.statistics()
+
+    def _fuse(self, run: BucketRun) -> list[Fused]:
+        if self.levels is not None:
             run.decide(1)
         return run.fuse()
 
@@ -365,16 +373,21 @@ class _Given:
         self.mean.copy_(mean)
 
 
-class _Twice(TopK):
-    """Both levels selected from all elements: what multi-level compression spares."""
+class _Twice(_Step):
+    """Two compressions of one gradient, from its adding to the residual on: what multi-level compression spares.
 
-    def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
-        assert unit.levels is not None
-        first, second = (kept_elements(acc.numel(), cf) for cf in unit.levels)
-        kept = self.select(acc, first, unit, level=0)
-        alone = self.select(acc, second, replace(unit, moments=None, tail=None), level=0)
-        yield Decide((squared_norm(kept.values), squared_norm(alone.values)))
-        return (yield from self.send(alone, acc, unit))
+    The first ends with its gain, as it is not sent; the second is the step of a static factor.
+    """
+
+    def __init__(self, compressor: Compressor, levels: tuple[float, float], numel: int) -> None:
+        super().__init__(compressor, (levels[1], levels[1]), numel)
+        self._first = _Step(compressor, (levels[0], levels[0]), numel)
+        self.k = self._first.k
+
+    def step(self, gradient: Tensor, workers: int = WORKERS) -> tuple[float, float]:
+        self._first.step(gradient, workers)
+        encode_s, decode_s = super().step(gradient, workers)
+        return self._first.begin_s + encode_s, decode_s
 
 
 class _IndexCode:

@@ -216,7 +216,7 @@ def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Coll
     if _is_compiled(source):
         positions, chosen = np.empty(k + 1, dtype=np.int32), np.empty(k + 1, dtype=np.float32)
         known = np.empty(0, dtype=np.int32) if candidates is None else candidates.positions.numpy()
-        _cpu().take_largest(known, source.numpy(), _kth_largest(np.abs(source.numpy()), k), k, positions, chosen)
+        _cpu().take_largest(known, source.numpy(), _kth_largest(source.numpy(), k), k, positions, chosen)
         return Collected(torch.from_numpy(positions[:k]), torch.from_numpy(chosen[:k]))
     kept = torch_ops.largest(source, k)
     found = Collected(kept.to(torch.int32), source[kept])
@@ -457,8 +457,18 @@ def _sampled(values: Tensor) -> np.ndarray:
     return np.asarray(values[:: _stride(values.numel())].abs().cpu().numpy())
 
 
-def _kth_largest(magnitudes: np.ndarray, k: int) -> Any:
-    return np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
+def _kth_largest(values: np.ndarray, k: int) -> Any:
+    """The k-th largest magnitude; where few are smaller, it is looked for among the smallest alone."""
+    below = values.size - k
+    if values.dtype == np.float32 and values.size > 16 * _SMALL and below * 4 <= values.size:
+        sample = np.abs(values[:: _stride(values.size)])
+        expected = sample.size * below / values.size
+        rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)
+        magnitudes = np.empty(2 * _share(rank, values.size, sample.size) + _SMALL, dtype=np.float32)
+        count = _cpu().smaller(values, np.partition(sample, rank)[rank], magnitudes) if rank < sample.size else 0
+        if count > below:
+            return np.partition(magnitudes[:count], below)[below]
+    return np.partition(np.abs(values), below)[below]
 
 
 def _every_position(values: Tensor) -> Tensor:

@@ -133,6 +133,30 @@ def collect(source, threshold, positions, values):  # type: ignore[no-untyped-de
 
 
 @_jit
+def smaller(source, threshold, magnitudes):  # type: ignore[no-untyped-def]
+    """Magnitudes below ``threshold``, in order; their number, -1 if there is not room for them and a block more."""
+    bound = bits(threshold)
+    room = magnitudes.shape[0] - BLOCK
+    count = 0
+    whole = source.shape[0] // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        mask = ~reach_block(source, start, bound)
+        if mask != 0:
+            if count > room:
+                return -1
+            while mask != 0:
+                magnitudes[count] = abs(source[start + np.int64(_trailing_zeros(mask))])
+                count += 1
+                mask &= mask - np.uint64(1)
+    if count > room:
+        return -1
+    for i in range(whole, source.shape[0]):
+        magnitudes[count] = abs(source[i])
+        count += bits(source[i]) < bound
+    return count
+
+
+@_jit
 def take_largest(candidates, magnitudes, threshold, k, positions, values):  # type: ignore[no-untyped-def]
     """Of (positions, values) those with a magnitude above ``threshold``, the k-th largest, and even ones of the ties.
 
