@@ -24,6 +24,9 @@ from hvdcomp.wire import decode_frames, encode_frame
 LARGEST_ALLGATHER = 2**31 - 2**20
 """Bytes: Horovod counts what an allgather returns in int32; a little is left for frames."""
 
+LARGE = 2**18
+"""Bytes from which a tensor is reduced by itself: a copy into a common buffer would cost more than it saves."""
+
 _KINDS: dict[type, str] = {Allreduce: "allreduce", Allgather: "allgather", Alltoall: "alltoall", Broadcast: "broadcast"}
 
 
@@ -48,14 +51,17 @@ class Fused:
     buffer: Tensor
     parts: list[int]
     owned: bool
-    """The buffer is a copy of ours, which may be overwritten."""
+    """The buffer may be overwritten."""
     root: int | None = None
     """The worker whose buffer a broadcast hands to all."""
+    alone: bool = False
+    """One large tensor, beside others of its kind and type."""
 
     @property
     def key(self) -> str:
         root = "" if self.root is None else f".{self.root}"
-        return f"{self.kind}.{str(self.buffer.dtype).removeprefix('torch.')}{root}"
+        number = f".{self.parts[0]}" if self.alone else ""
+        return f"{self.kind}.{str(self.buffer.dtype).removeprefix('torch.')}{root}{number}"
 
 
 @dataclass
@@ -124,13 +130,19 @@ class BucketRun:
                 self._send(number, level)
 
     def fuse(self) -> list[Fused]:
-        """The requests of this phase, those of one kind, type and root together; none when the bucket is done."""
-        groups: dict[tuple[str, str, int], list[int]] = {}
+        """The requests of this phase, those of one kind, type and root together; none when the bucket is done.
+
+        Large tensors to reduce travel by themselves.
+        """
+        groups: dict[tuple[str, str, int, int], list[int]] = {}
         for number, request in sorted(self._waiting.items()):
             dtype = "" if isinstance(request, Allgather) else str(_tensor_of(request).dtype)
             root = request.root if isinstance(request, Broadcast) else -1
-            groups.setdefault((_KINDS[type(request)], dtype, root), []).append(number)
-        return [self._fuse(kind, root, numbers) for (kind, _, root), numbers in sorted(groups.items())]
+            alone = number if isinstance(request, Allreduce) and request.tensor.nbytes >= LARGE else -1
+            groups.setdefault((_KINDS[type(request)], dtype, root, alone), []).append(number)
+        return [
+            self._fuse(kind, root, numbers, alone >= 0) for (kind, _, root, alone), numbers in sorted(groups.items())
+        ]
 
     def answer(self, fused: list[Fused], answers: list[Tensor]) -> None:
         """Hand each unit its part of what the collectives of :meth:`fuse` returned, and run it to its next request."""
@@ -240,7 +252,7 @@ class BucketRun:
         except StopIteration as stop:
             self.outcomes[number] = stop.value
 
-    def _fuse(self, kind: str, root: int, numbers: list[int]) -> Fused:
+    def _fuse(self, kind: str, root: int, numbers: list[int], alone: bool) -> Fused:
         requests = [self._waiting[number] for number in numbers]
         if kind == "allgather":
             payloads = [request.payload for request in requests if isinstance(request, Allgather)]
@@ -248,11 +260,12 @@ class BucketRun:
         tensors = [_tensor_of(request) for request in requests]
         if kind == "alltoall":
             return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
-        owned = len(tensors) > 1
-        buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]) if owned else tensors[0].reshape(-1)
+        first = requests[0]
+        owned = len(tensors) > 1 or (isinstance(first, Allreduce) and first.in_place)
+        buffer = torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
         if kind == "broadcast":  # whole numbers cannot tell of a NaN: the values that follow do
             return Fused(kind, buffer, numbers, owned, root)
-        return self._flagged(Fused(kind, buffer, numbers, owned))
+        return self._flagged(Fused(kind, buffer, numbers, owned, alone=alone))
 
     def _frame(self, payloads: list[Tensor]) -> Tensor:
         total = self.context.workers * sum(payload.numel() for payload in payloads)
@@ -266,7 +279,7 @@ class BucketRun:
     def _flagged(self, fused: Fused) -> Fused:
         """A worker that met a non-finite value tells the others by a NaN in front."""
         if not self.finite and fused.buffer.numel():
-            fused.buffer = fused.buffer if fused.owned else fused.buffer.clone()
+            fused.buffer = fused.buffer if len(fused.parts) > 1 else fused.buffer.clone()
             fused.buffer[0] = torch.nan
             fused.owned = True
         return fused

@@ -9,11 +9,11 @@ from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Dense, 
 from hvdcomp.errors import WireError
 
 
-def dense_rounds(tensor: Tensor, unit: Unit) -> Rounds:
-    """The mean of a flat tensor as it is."""
+def dense_rounds(tensor: Tensor, unit: Unit, in_place: bool = False) -> Rounds:
+    """The mean of a flat tensor as it is; see :class:`Allreduce`."""
     if tensor.dtype == torch.bfloat16:
         return (yield from bfloat16_rounds(tensor, unit))
-    mean = yield Allreduce(tensor)
+    mean = yield Allreduce(tensor, in_place)
     return Dense(mean)
 
 

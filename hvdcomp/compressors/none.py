@@ -22,7 +22,7 @@ class NoCompression(Compressor):
     checks_finite: ClassVar[bool] = False
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
-        return (yield from dense_rounds(acc, unit))
+        return (yield from dense_rounds(acc, unit, in_place=True))
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
         return [Volume(0, "allreduce", 4 * torch.Size(shape).numel())]

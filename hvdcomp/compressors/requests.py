@@ -17,9 +17,13 @@ OWN = "own."
 
 @dataclass(frozen=True)
 class Allreduce:
-    """Answered with the mean of ``tensor`` (any shape, float16, float32 or float64) over the workers."""
+    """Answered with the mean of ``tensor`` (any shape, float16, float32 or float64) over the workers.
+
+    With ``in_place`` the mean may be written into ``tensor``, which is not needed any more.
+    """
 
     tensor: Tensor
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ class Dense(Reduced):
     mean: Tensor
 
     def write_mean_(self, out: Tensor) -> None:
-        out.copy_(self.mean.view(-1))
+        if out.data_ptr() != self.mean.data_ptr() or out.dtype != self.mean.dtype:  # else it was reduced in place
+            out.copy_(self.mean.view(-1))
 
     def settle_(self, acc: Tensor) -> None:
         acc.zero_()

@@ -167,7 +167,7 @@ def check_gradient_predivide_factor() -> None:
         assert_close([p.grad for p in plain.values()], [p.grad for p in divided.values()])
     arguments = {"gradient_predivide_factor": 2.0, "op": hvd.Sum}
     assert "predivide" in raised(ValueError, lambda: wrap(parameters(), "none", **arguments))
-    with mock.patch.object(hvd, "allreduce_async", wraps=hvd.allreduce_async) as spy:
+    with mock.patch.object(hvd, "allreduce_async_", wraps=hvd.allreduce_async) as spy:
         params = {"only": nn.Parameter(torch.zeros(3))}
         optimizer = wrap(params, "none", gradient_predivide_factor=4.0)
         give(params, {"only": torch.ones(3)})
