@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -94,6 +95,21 @@ class Bucket:
     @property
     def members(self) -> list[Spec]:
         return [member for part in self.parts for member in part.members]
+
+    @property
+    def holds(self) -> bool:
+        """Some residual may hold something."""
+        return any(part.feedback is not None and part.feedback.holds for part in self.parts)
+
+    @cached_property
+    def dense_parts(self) -> list[Part]:
+        """Every tensor as plain Horovod would exchange it."""
+        sparse = {part.unit.name for part in self.parts if part.sparse}
+        parts = [
+            Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None, spec.name in sparse)
+            for spec in self.members
+        ]
+        return sorted(parts, key=lambda part: natural_key(part.unit.name))
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

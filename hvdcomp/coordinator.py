@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hvdcomp.fallback import BLOCK, Block, DenseFallback
 from hvdcomp.schedules.base import Decision, Schedule, Statistics
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,37 @@ class Coordinator:
                 self.schedule.observe(seconds, compress_s, samples)
             except Exception as error:
                 self._fault = error
+
+
+class Referee:
+    """Runs the honest switch on the root; every worker takes the same steps compressed and dense."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._fallback = DenseFallback()
+        self._block = self._fallback.first
+        self._left = self._block.steps
+
+    @property
+    def dense(self) -> bool:
+        """The coming step is exchanged dense."""
+        return self._block.dense
+
+    @property
+    def settled(self) -> bool:
+        """No trial is under way."""
+        return self._block.steps > BLOCK
+
+    def observe(self, seconds: float) -> None:
+        """Tell what a step took, nan if that means nothing; at the end of a block the workers hear of the next."""
+        if self._channel.root:
+            self._fallback.observe(seconds)
+        self._left -= 1
+        if self._left == 0:
+            following = self._fallback.next() if self._channel.root else self._block
+            vector = self._channel.from_root(np.array(following.to_vector()))
+            self._block = Block.from_vector(vector.tolist())
+            self._left = self._block.steps
 
 
 class LocalChannel:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdcomp.buckets import Bucket
-from hvdcomp.coordinator import Coordinator
+from hvdcomp.coordinator import Coordinator, Referee
 from hvdcomp.errors import ReplicaError
 from hvdcomp.rounds import BucketRun, Context, Fused, Gradients
 from hvdcomp.schedules.base import Decision, Statistics
@@ -29,6 +29,7 @@ class StepRecord:
         level: which of ``levels`` was sent, -1 for dense or without an adaptive schedule.
         levels: the two factors that an adaptive schedule evaluated.
         gains: the schedule's smoothed gain at each.
+        fell_back: the step was exchanged dense by the honest switch.
         skipped: some worker met a NaN or an Inf, so all left this step out.
         bytes_sent: payload that this worker handed to collectives.
         bytes_dense: what plain Horovod would have handed over.
@@ -46,6 +47,7 @@ class StepRecord:
     level: int = -1
     levels: tuple[float, float] | None = None
     gains: tuple[float, float] | None = None
+    fell_back: bool = False
     skipped: bool = False
     bytes_sent: int = 0
     bytes_dense: int = 0
@@ -174,6 +176,7 @@ class Exchange:
         check_finite: skip a step in which any worker meets a NaN or an Inf.
         cf_at: a step's compression factor where no decision chooses it, None where there is none and the bytes tell.
         clock: seconds; a replayed one replays the schedule's decisions.
+        referee: chooses between compressed and dense steps; None where all are compressed.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class Exchange:
         check_finite: bool,
         cf_at: Callable[[int], float | None],
         clock: Callable[[], float],
+        referee: Referee | None = None,
     ) -> None:
         self.buckets = buckets
         self.transport = transport
@@ -194,6 +198,7 @@ class Exchange:
         self.step = 0
         self.label = label
         self.clock = clock
+        self.referee = referee
         self._check_finite = check_finite
         self._cf_at = cf_at
         self._flights: dict[int, _Flight] = {}
@@ -201,8 +206,19 @@ class Exchange:
         self._first_start: float | None = None
 
     @property
+    def _dense(self) -> bool:
+        """This step is dense by the honest switch."""
+        return self.referee is not None and self.referee.dense
+
+    @property
+    def _decided(self) -> bool:
+        """A decision is made for this step."""
+        return self.coordinator is not None and not self._dense
+
+    @property
     def _cf(self) -> float | None:
-        return None if self.coordinator is not None else self._cf_at(self.step)
+        """The factor of a step that is not decided on."""
+        return 1.0 if self._dense else None if self._decided else self._cf_at(self.step)
 
     @property
     def under_way(self) -> bool:
@@ -217,17 +233,17 @@ class Exchange:
             summed: the sum over workers is wanted, not the mean.
         """
         if not self._flights:
-            self._record = StepRecord(self.step, levels=self.levels)
+            self._record = StepRecord(self.step, levels=self.levels, fell_back=self._dense)
             self._first_start = None
         context = Context(
-            self.transport.worker, self.transport.workers, self.step, self.levels, self._check_finite, scale, summed,
-            cf=self._cf,
+            self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
+            self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
         self._flights[bucket.index] = flight
         with self._timed("encode_s"):
             flight.run.begin()
-        if self.coordinator is None:
+        if not self._decided:
             self._launch(flight)
 
     def finish(self) -> StepRecord:
@@ -260,7 +276,7 @@ class Exchange:
         self._flights.clear()
 
     def _decide(self) -> Decision | None:
-        if self.coordinator is None:
+        if self.coordinator is None or not self._decided:
             return None
         record = self._record
         with self._timed("encode_s"):

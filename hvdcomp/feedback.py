@@ -39,6 +39,8 @@ class ErrorFeedback:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.residual = torch.zeros(numel, dtype=dtype, device=device)
+        self.holds = True
+        """False after a dense step, which leaves nothing behind."""
         self._written: list[list[tuple[int, int]]] = []
 
     def accumulate(self, gradients: Sequence[tuple[int, Tensor]], inverse_scale: float, wanted: int = 0) -> Accumulated:

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import itertools
 import logging
+import math
 import os
 import warnings
 import weakref
@@ -20,15 +21,15 @@ from torch import Tensor
 
 from hvdcomp import checkpointing
 from hvdcomp.buckets import Bucket, Layout, Spec, natural_key
-from hvdcomp.checks import check_count, check_number
+from hvdcomp.checks import check_count, check_flag, check_number
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.requests import Hyper
-from hvdcomp.coordinator import Coordinator, channel_name, open_channel
+from hvdcomp.coordinator import Coordinator, Referee, channel_name, open_channel
 from hvdcomp.errors import ReplicaError
 from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRecord, Transport, check_alike
 from hvdcomp.horovod_api import initialised_horovod, label_of
 from hvdcomp.kernels import warm_up
-from hvdcomp.plugin import as_compressor, as_schedule, cf_in_force, check_op
+from hvdcomp.plugin import AUTO, as_compressor, as_schedule, cf_in_force, check_op
 from hvdcomp.schedules import Schedule
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def DistributedOptimizer(
     bucket_mb: float = 25.0,
     exclude: Sequence[str] | None = None,
     grad_scaler: Any = None,
+    never_slower: bool | None = None,
 ) -> Any:
     """An optimizer that exchanges compressed gradients between Horovod's workers before each step.
 
@@ -66,7 +68,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``; its state, defaults and parameter groups are kept.
         named_parameters: ``model.named_parameters()``; names must be the same on all workers.
-        compression: a compressor (``hvdcomp.TopK(cf=100)``), its name (``"topk"``), or Horovod's ``Compression.*``.
+        compression: a compressor (``hvdcomp.TopK(cf=100)``), its name (``"topk"``), Horovod's ``Compression.*``, or
+            "auto": top-k at CF 100 wherever that is measured to be faster than dense exchanges.
         backward_passes_per_step: gradients of so many backward passes are summed (not averaged) before an exchange.
         op: ``hvd.Average`` (default) or ``hvd.Sum``; ``hvd.Adasum`` without a compressor only.
         gradient_predivide_factor: gradients are divided by it before the sum, by size / it after; Average only.
@@ -82,6 +85,8 @@ def DistributedOptimizer(
             for all of fewer than 1024 elements. None is the compressor's default ("1d" for sparse and low-rank methods,
             nothing for casts); () excludes nothing.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that residuals are kept without its scale.
+        never_slower: the honest switch: steps are exchanged dense for as long as that is measured to be faster, and the
+            slower kind is looked at again now and then. None switches it on for ``compression="auto"`` only.
 
     Returns:
         An instance of the optimizer's own class with ``synchronize()``, ``skip_synchronize()``,
@@ -130,6 +135,14 @@ def DistributedOptimizer(
     if not isinstance(compressor, NoCompression):
         warm_up()
     layout = Layout(compressor, granularity, bucket_mb, exclude)
+    if never_slower is None:
+        never_slower = compression == AUTO
+    check_flag("never_slower", never_slower, hint="dense steps where they are measured to be faster")
+    if never_slower and compressor.keeps_gradients:
+        raise ValueError(
+            f"never_slower does not fit {compressor!r}, whose state a dense step would not keep up to date: leave it "
+            "out, or take a method without momentum of its own"
+        )
     namespace = {name: value for name, value in vars(_Distributed).items() if name not in ("__dict__", "__weakref__")}
     # Horovod's broadcast_optimizer_state knows a distributed optimizer by the module of its class.
     namespace |= {"_wrapped": type(optimizer), "__module__": "horovod.torch.optimizer"}
@@ -138,7 +151,7 @@ def DistributedOptimizer(
     made._adopt(optimizer)
     made._set_up(
         hvd, named_parameters, layout, schedule, backward_passes_per_step, op == hvd.Sum, gradient_predivide_factor,
-        groups, sparse_as_dense, process_set, grad_scaler,
+        groups, sparse_as_dense, process_set, grad_scaler, never_slower and not isinstance(compressor, NoCompression),
     )  # fmt: skip
     _refuse_join(hvd, made)
     return made
@@ -173,7 +186,9 @@ class _Distributed(torch.optim.Optimizer):
         sparse_as_dense: bool,
         process_set: Any,
         grad_scaler: Any,
+        never_slower: bool,
     ) -> None:
+        self._never_slower = never_slower
         self.backward_passes_per_step = backward_passes_per_step
         self.process_set = process_set
         self.samples = 1.0
@@ -255,17 +270,19 @@ class _Distributed(torch.optim.Optimizer):
             {"same": self._description(specs, groups), "sparse": sparse},
             f"{self._label}.layout",
         )
-        channel = open_channel(self._hvd, self._label, self.process_set) if self.schedule.adaptive else None
+        decides = self.schedule.adaptive or self._never_slower
+        channel = open_channel(self._hvd, self._label, self.process_set) if decides else None
         sparse_names = {name for worker in everyone for name in worker["sparse"]}
         buckets = self._layout.buckets(specs, groups=groups, sparse=sparse_names)
         exchange = Exchange(
             [],
             self._transport,
-            Coordinator(self.schedule, channel) if channel is not None else None,
+            Coordinator(self.schedule, channel) if channel is not None and self.schedule.adaptive else None,
             label=self._label,
             check_finite=self.compression.checks_finite,
             cf_at=partial(cf_in_force, self.schedule, self.compression),
             clock=self.schedule.clock,
+            referee=Referee(channel) if channel is not None and self._never_slower else None,
         )
         self._exchange = exchange
         self._add_buckets(buckets)
@@ -293,6 +310,7 @@ class _Distributed(torch.optim.Optimizer):
             "exclude": list(self._layout.excluded),
             "groups": groups,
             "op": "Sum" if self._summed else "Average",
+            "never_slower": self._never_slower,
             "decisions": channel_name(self._hvd, self.process_set) if self.schedule.adaptive else None,
             "gradient_predivide_factor": self._predivide_factor,
             "sparse_as_dense": self._sparse_as_dense,
@@ -415,8 +433,11 @@ class _Distributed(torch.optim.Optimizer):
     def _finish_record(self, exchange: Exchange, record: StepRecord) -> None:
         self.last_step = record
         now = exchange.clock()
-        if self._lap_start is not None and exchange.coordinator is not None:
-            exchange.coordinator.observe(now - self._lap_start - self._untimed_s, record.compress_s, self.samples)
+        seconds = math.nan if self._lap_start is None else now - self._lap_start - self._untimed_s
+        if self._lap_start is not None and exchange.coordinator is not None and not record.fell_back:
+            exchange.coordinator.observe(seconds, record.compress_s, self.samples)
+        if exchange.referee is not None:
+            exchange.referee.observe(seconds)
         self._lap_start = now
         self._untimed_s = 0.0
 

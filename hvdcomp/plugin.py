@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdcomp.buckets import Layout, Spec
-from hvdcomp.compressors import FP16, Compressor, NoCompression, create
+from hvdcomp.compressors import FP16, Compressor, NoCompression, TopK, create
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume
 from hvdcomp.exchange import Exchange, HorovodTransport
 from hvdcomp.horovod_api import horovod, initialised_horovod, label_of
@@ -20,6 +20,11 @@ from hvdcomp.schedules import Schedule, Static
 from hvdcomp.schedules import create as create_schedule
 
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+
+
+AUTO = "auto"
+"""What a user who leaves the choice to us gives as ``compression=``."""
+_AUTO_CF = 100.0
 
 
 def as_compressor(compression: Any) -> Compressor:
@@ -31,7 +36,7 @@ def as_compressor(compression: Any) -> Compressor:
     if isinstance(compression, Compressor):
         return compression
     if isinstance(compression, str):
-        return create(compression)
+        return TopK(_AUTO_CF) if compression == AUTO else create(compression)
     stock = horovod().Compression
     if compression is stock.none:
         return NoCompression()

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from hvdcomp.buckets import Bucket, Part, Spec
-from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Broadcast, Decide, Reduced, Request, Rounds
+from hvdcomp.compressors.dense import dense_rounds
+from hvdcomp.compressors.requests import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Decide,
+    Dense,
+    Reduced,
+    Request,
+    Rounds,
+)
 from hvdcomp.feedback import Accumulated
 from hvdcomp.kernels import squared_norm
 from hvdcomp.schedules.base import Statistics
@@ -77,6 +88,8 @@ class Context:
     """Loss scale of the gradients; residuals are kept without it."""
     summed: bool = False
     """The gradients' sum is wanted, not their mean."""
+    dense: bool = False
+    """This step is exchanged dense, with what the residuals hold."""
     cf: float | None = None
     """The factor of this step where no decision chooses it, None where the compressor has none."""
 
@@ -99,9 +112,13 @@ class BucketRun:
     _acc: dict[int, Tensor] = field(default_factory=dict)
     _sums: dict[int, Accumulated] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        plain = self.context.dense and not self.bucket.holds
+        self.parts = self.bucket.dense_parts if plain else self.bucket.parts
+
     def begin(self) -> None:
         """Add the gradients to the residuals and run every unit up to its first request."""
-        for number, part in enumerate(self.bucket.parts):
+        for number, part in enumerate(self.parts):
             unit, context = part.unit, self.context
             unit.worker, unit.workers, unit.step = context.worker, context.workers, context.step
             unit.cf, unit.levels = (context.cf, context.levels) if part.compressed else (None, None)
@@ -109,7 +126,9 @@ class BucketRun:
                 self._generators[number] = self._sparse_rounds(part)
                 continue
             self.finite &= self._accumulate(number, part)
-            self._generators[number] = part.compressor.rounds(self._acc[number], unit)
+            whole = self.context.dense and part.feedback is not None
+            acc = self._acc[number]
+            self._generators[number] = dense_rounds(acc, unit) if whole else part.compressor.rounds(acc, unit)
         for number, generator in self._generators.items():
             self._advance(number, lambda generator=generator: next(generator))  # type: ignore[misc]
 
@@ -155,7 +174,7 @@ class BucketRun:
 
     def settled(self) -> bool:
         """False where any worker met a non-finite value, or a mean overflowed that would harm what is kept: skip."""
-        parts = self.bucket.parts
+        parts = self.parts
         kept = [o for n, o in self.outcomes.items() if parts[n].feedback is not None or o.state is not None]
         return self.finite and all(outcome.finite() for outcome in kept)
 
@@ -167,21 +186,22 @@ class BucketRun:
     def write_means(self) -> None:
         """The first half of :meth:`commit`."""
         for number, outcome in self.outcomes.items():
-            self._write(self.bucket.parts[number], outcome)
+            self._write(self.parts[number], outcome)
 
     def keep(self) -> None:
         """The second half of :meth:`commit`: what was sent leaves the residuals, and states change."""
         for number, outcome in self.outcomes.items():
-            part = self.bucket.parts[number]
+            part = self.parts[number]
             if part.feedback is not None:
                 outcome.settle_(part.feedback.residual)
+                part.feedback.holds = not isinstance(outcome, Dense)
             if outcome.state is not None:
                 part.unit.state = outcome.state
 
     def abort(self) -> None:
         """Leave residuals and states as they were before the step."""
         for number in self._accumulated:
-            part = self.bucket.parts[number]
+            part = self.parts[number]
             assert part.feedback is not None
             part.feedback.restore(self._flat_gradients(part), 1 / self.context.scale)
         for generator in self._generators.values():

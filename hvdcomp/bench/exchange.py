@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.bench.methods import check_writable, split_methods
+from hvdcomp.bench.methods import NEVER_SLOWER, check_writable, split_methods
 from hvdcomp.bench.network import Hosts, missing
 from hvdcomp.bench.shapes import MODELS
 from hvdcomp.buckets import Layout
 from hvdcomp.compressors import create
 from hvdcomp.config import ConfigError, did_you_mean, load
+from hvdcomp.plugin import AUTO
 from hvdcomp.training.checkpoint import write_atomically
 from hvdcomp.training.launcher import Job
 from hvdcomp.training.launcher import run as run_job
@@ -169,7 +170,9 @@ def _hosts(count: int) -> Iterator[Hosts | None]:
 
 
 def _check_method(name: str, params: dict[str, Any]) -> None:
+    own = {key: value for key, value in params.items() if key != NEVER_SLOWER}
     try:
-        Layout(create(name, **params))
+        if name != AUTO:
+            Layout(create(name, **own))
     except ValueError as error:
         raise ConfigError(f"method {name!r}: {error}") from error

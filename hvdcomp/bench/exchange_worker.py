@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdcomp.bench.methods import NEVER_SLOWER
 from hvdcomp.compressors import create
 from hvdcomp.optimizer import DistributedOptimizer
+from hvdcomp.plugin import AUTO
 
 HOROVOD, HOROVOD_FP16 = "horovod", "horovod-fp16"
 """The contestants that are plain Horovod."""
@@ -61,6 +63,24 @@ class Contestant:
     nbytes: int = 0
     step_s: list[float] = field(default_factory=list)
     parts_s: list[dict[str, float]] = field(default_factory=list)
+    _waiting: Any = None
+
+    def pause(self) -> None:
+        """What others do until :meth:`resume` is no part of this optimizer's iteration."""
+        if hasattr(self.optimizer, "untimed"):
+            self._waiting = self.optimizer.untimed()
+            self._waiting.__enter__()
+
+    def resume(self) -> None:
+        if self._waiting is not None:
+            self._waiting.__exit__(None, None, None)
+            self._waiting = None
+
+    @property
+    def settled(self) -> bool:
+        """Its honest switch, if it has one, has made its choice."""
+        exchange = getattr(self.optimizer, "_exchange", None)
+        return exchange is None or exchange.referee is None or exchange.referee.settled
 
 
 class Arena:
@@ -90,9 +110,14 @@ class Arena:
             optimizer = hvd.DistributedOptimizer(stock, named_parameters=named, compression=kind)
             nbytes = sum(p.numel() for p in parameters) * (2 if method == HOROVOD_FP16 else 4)
             return Contestant(method, params, parameters, optimizer, nbytes)
-        return Contestant(
-            method, params, parameters, DistributedOptimizer(stock, named, compression=create(method, **params))
+        own = {key: value for key, value in params.items() if key != NEVER_SLOWER}
+        optimizer = DistributedOptimizer(
+            stock,
+            named,
+            compression=method if method == AUTO else create(method, **own),
+            never_slower=params.get(NEVER_SLOWER),
         )
+        return Contestant(method, params, parameters, optimizer)
 
     def step(self, contestant: Contestant) -> None:
         """One step of a contestant, from a common start; its time is kept."""
@@ -104,10 +129,12 @@ class Arena:
             parameter.grad = grad.zero_()
             signal = _Ready.apply(signal, parameter, given, seconds)
         hvd.allreduce(torch.zeros(1), name="start")
+        contestant.resume()
         began = time.perf_counter()
         signal.backward()
         contestant.optimizer.synchronize()
         contestant.step_s.append(time.perf_counter() - began)
+        contestant.pause()
         record = getattr(contestant.optimizer, "last_step", None)
         if record is not None:
             contestant.nbytes = record.bytes_sent
@@ -129,6 +156,8 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
     rounds = 0
     for contestant in contestants:  # compiles, negotiates, fills residuals
         for _ in range(plan["warmup"]):
+            arena.step(contestant)
+        while not contestant.settled:
             arena.step(contestant)
         contestant.step_s.clear()
         contestant.parts_s.clear()

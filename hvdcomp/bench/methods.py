@@ -11,6 +11,9 @@ from typing import Any
 
 from hvdcomp.config import ConfigError, read_yaml
 
+NEVER_SLOWER = "never_slower"
+"""A parameter of every method in an exchange: the optimizer's honest switch."""
+
 
 def split_methods(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Names and parameters from "topk:cf=100:values=fp16,topk:levels=[10,100]".

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 import hvdcomp
-from hvdcomp.schedules import GraVAC
+from hvdcomp.schedules import GraVAC, Static
 from ranks.tools import (
     LOSSY,
     SHAPES,
     assert_alike,
+    assert_close,
     assert_equal,
     give,
     gradients,
@@ -396,3 +397,74 @@ def check_untimed_is_left_out() -> None:
                 now[0] += 100.0
         optimizer.step()
     assert seen == ([(1.0, 32)] * 3 if me() == 0 else []), seen
+
+
+def _steps_with_switch(compression: Any, dense_s: float, compressed_s: float, steps: int) -> tuple[Any, dict[str, Any]]:
+    """An optimizer with the honest switch after so many steps of these lengths, and the sum of what it applied."""
+    now = [0.0]
+    params = parameters()
+    optimizer = wrap(params, compression, schedule=Static(clock=lambda: now[0]), never_slower=True)
+    applied = {name: torch.zeros_like(p) for name, p in params.items()}
+    for step in range(steps):
+        optimizer.zero_grad()
+        give(params, gradients(step, me()))
+        dense = optimizer.last_step is not None and optimizer._exchange.referee.dense
+        now[0] += dense_s if dense else compressed_s
+        optimizer.synchronize()
+        assert optimizer.last_step.fell_back == dense
+        for name, p in params.items():
+            applied[name] += p.grad
+        assert_alike([p.grad for p in params.values()])
+    return optimizer, applied
+
+
+def check_honest_switch_takes_what_is_faster_and_loses_nothing() -> None:
+    for compression in (hvdcomp.TopK(cf=10), hvdcomp.PowerSGD(rank=1)):
+        for dense_s, compressed_s, fell_back in ((0.1, 1.0, True), (1.0, 0.1, False)):
+            optimizer, applied = _steps_with_switch(compression, dense_s, compressed_s, steps=12)
+            assert optimizer.last_step.fell_back == fell_back, optimizer.last_step
+            assert optimizer.last_step.cf == 1 if fell_back else optimizer.last_step.cf > 1
+            left = residuals(optimizer)
+            for name, value in applied.items():
+                given = sum(gradients(s, w)[name] for s in range(12) for w in range(hvd.size())) / hvd.size()
+                rest = hvd.allreduce(left[name], name=f"rest.{name}") if name in left else torch.zeros_like(value)
+                assert_close([value + rest], [given], rtol=1e-4, atol=1e-4)
+                if fell_back and name in left:
+                    assert not left[name].any(), "a dense step leaves nothing behind"
+
+
+def check_honest_switch_travels_as_plain_horovod_once_the_residuals_are_empty() -> None:
+    optimizer, _ = _steps_with_switch(hvdcomp.TopK(cf=10), 0.1, 1.0, steps=10)
+    params = dict(optimizer._parameters)
+    optimizer.zero_grad()
+    with _watched() as seen:
+        give(params, gradients(10, me()))
+        optimizer.synchronize()
+    assert {kind for kind, _ in seen} == {"allreduce"}, seen
+    expected = [sum(gradients(10, w)[n] for w in range(hvd.size())) / hvd.size() for n in params]
+    assert_close([p.grad for p in params.values()], expected)
+
+
+def check_honest_switch_skips_what_is_not_finite() -> None:
+    optimizer, _ = _steps_with_switch(hvdcomp.TopK(cf=10), 0.1, 1.0, steps=10)
+    params = dict(optimizer._parameters)
+    grads = gradients(10, me())
+    if me() == 1:
+        next(iter(grads.values())).view(-1)[0] = torch.nan
+    optimizer.zero_grad()
+    give(params, grads)
+    optimizer.synchronize()
+    assert optimizer.last_step.fell_back
+    assert optimizer.last_step.skipped
+
+
+def check_auto_is_top_k_with_the_honest_switch() -> None:
+    optimizer = wrap(parameters(), "auto")
+    assert optimizer.compression == hvdcomp.TopK(cf=100)
+    params = dict(optimizer._parameters)
+    give(params, gradients(0, me()))
+    optimizer.synchronize()
+    assert optimizer._exchange.referee is not None
+    assert wrap(parameters(), "topk")._never_slower is False
+    assert "momentum of its own" in raised(ValueError, lambda: wrap(parameters(), "dgc", never_slower=True))
+    assert "never_slower must be True or False" in raised(ValueError, lambda: wrap(parameters(), never_slower="yes"))
