@@ -366,6 +366,17 @@ def test_roots_that_differ_within_a_bucket_travel_apart() -> None:
     assert [mean[name].tolist() for name in "abc"] == [[0.0, 0.0, 0.0, 3.5]] * 3
 
 
+@pytest.mark.parametrize("selection", ["star", "var"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_without_feedback_too_a_broadcast_has_its_size_whatever_its_root_met(selection: str, bad: float) -> None:
+    world = World(2, "artopk", cf=2, selection=selection, error_feedback=False)
+    good = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for spoilt in (0, 1):
+        world.step([{"w": torch.where(good == 2, bad, good) if w == spoilt else good} for w in (0, 1)])
+        assert world.skipped
+    assert world.step([{"w": good}] * 2)[0]["w"].tolist() == [0.0, 0.0, 6.0, 8.0]
+
+
 # -- DGC
 
 

@@ -39,7 +39,11 @@ class ARTopK(Sparsifier):
         self.selection = check_choice("selection of artopk", selection, SELECTIONS)
 
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
-        return largest(values, k, unit.candidates if level == 0 else None)
+        kept = largest(values, k, unit.candidates if level == 0 else None)
+        if kept.positions.numel() == k:
+            return kept
+        first = torch.arange(k, dtype=torch.int32, device=values.device)  # there is a NaN, so that all will skip, but
+        return Collected(first, values[:k])  # a broadcast must have the size that the others expect
 
     def wanted(self, unit: Unit) -> int:
         cf = self.cf if unit.levels is None else unit.levels[0]
