@@ -291,12 +291,18 @@ class BucketRun:
             mean.mul_(factor)
         if target is None:
             for offset, member in zip(part.offsets, part.members, strict=True):
-                self.gradients.write(member, mean[offset : offset + member.numel])
+                self.gradients.write(member, _saturated(mean[offset : offset + member.numel], member.dtype))
 
 
 def _tensor_of(request: Request) -> Tensor:
     assert isinstance(request, (Allreduce, Alltoall, Broadcast))
     return request.tensor
+
+
+def _saturated(mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mean that is about to be cast: what several steps left behind may not fit into a half."""
+    limits = torch.finfo(dtype)
+    return mean.clamp_(limits.min, limits.max) if dtype.itemsize < mean.dtype.itemsize else mean
 
 
 def _join(part: Part, gradients: list[tuple[int, Tensor]]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hvdcomp import checkpointing
 from hvdcomp.buckets import Part, Spec
-from hvdcomp.compressors import BF16, DGC, Compressor, available, create
+from hvdcomp.compressors import BF16, DGC, Compressor, NoCompression, available, create
 from hvdcomp.compressors.artopk import SELECTIONS
 from hvdcomp.compressors.redsync import VARIANTS
 from hvdcomp.compressors.sparsifier import Sparsifier, ThresholdSparsifier, kept_elements
@@ -255,15 +255,20 @@ class Before:
         )
 
     def may_overflow(self) -> bool:
-        """Whether a sum over workers and over elements may leave the range of a gradient's type."""
+        """Whether a sum over workers and over elements may leave the range of the type that it is taken in."""
         among = len(self.grads) * sum(gradient.numel() for gradient in self.grads[0].values())
         cast = isinstance(self.case.compressor, BF16) or sends_lossy_values(self.case.compressor)
         most = torch.finfo(torch.float32).max if cast else math.inf
         return any(
             among * (largest_of([g[name] for g in self.grads]) + largest_of(kept) + largest_of(self.momenta[name]))
-            > 0.1 * min(torch.finfo(self.grads[0][name].dtype).max, most)
+            > 0.1 * min(torch.finfo(self.travels_as(name)).max, most)
             for name, kept in self.residuals.items()
         )
+
+    def travels_as(self, name: str) -> torch.dtype:
+        """What is not compressed has the gradient's own type."""
+        dtype = self.grads[0][name].dtype
+        return dtype if name == "dense" or isinstance(self.case.compressor, NoCompression) else wide(dtype)
 
     def accs(self, name: str) -> list[Tensor]:
         """Residual + gradient of each worker in float64; of DGC velocity + momentum + gradient."""
@@ -380,6 +385,7 @@ def check_conserved(before: Before, world: World, mean: Mapping[str, Tensor]) ->
             assert before.may_overflow()
             continue
         error = (mean[name].double() + left - mean_of(before.accs(name))).abs()
+        error[mean[name].abs() == torch.finfo(mean[name].dtype).max] = 0.0  # saturated, if a half
         assert bool((error <= before.tolerance(name)).all()), (name, error, before.tolerance(name))
 
 
