@@ -237,7 +237,7 @@ class BucketRun:
         if kind == "alltoall":
             return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
         owned = len(tensors) > 1
-        buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]) if owned else tensors[0].reshape(-1)
+        buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]) if owned else tensors[0].reshape(-1).contiguous()
         if kind == "broadcast":  # whole numbers cannot tell of a NaN: the values that follow do
             return Fused(kind, buffer, numbers, owned, root)
         return self._flagged(Fused(kind, buffer, numbers, owned))

@@ -143,10 +143,6 @@ class Case:
     def world(self) -> World:
         return World(self.workers, self.compressor, granularity=self.granularity, exclude=("dense",))
 
-    def __repr__(self) -> str:
-        last = {name: (tuple(t.shape), t.dtype, t.stride()) for name, t in self.steps[-1][0].items()}
-        return f"Case({self.compressor!r}, {self.workers} workers, by {self.granularity}, {len(self.steps)} steps of {last})"
-
 
 @st.composite
 def cases(draw: st.DrawFn, name: str, content: Callable[..., st.SearchStrategy[Tensor]] = tensors) -> Case:
@@ -157,8 +153,7 @@ def cases(draw: st.DrawFn, name: str, content: Callable[..., st.SearchStrategy[T
     one = st.fixed_dictionaries({n: content(*form) for n, form in forms.items()})
     alike = draw(st.booleans())
     steps = [
-        [draw(one)] * workers if alike else [draw(one) for _ in range(workers)]
-        for _ in range(draw(st.integers(1, 3)))
+        [draw(one)] * workers if alike else [draw(one) for _ in range(workers)] for _ in range(draw(st.integers(1, 3)))
     ]
     return Case(compressor, workers, draw(st.sampled_from(by)), steps)
 
@@ -173,7 +168,11 @@ def parts_of(world: World, worker: int) -> list[Part]:
 def states_of(world: World) -> list[dict[tuple[str, str], Tensor]]:
     """Each worker's compressor state, by unit and name."""
     return [
-        {(part.unit.name, key): tensor.clone() for part in parts_of(world, w) for key, tensor in part.unit.state.items()}
+        {
+            (part.unit.name, key): tensor.clone()
+            for part in parts_of(world, w)
+            for key, tensor in part.unit.state.items()
+        }
         for w in range(world.size)
     ]
 
@@ -270,6 +269,11 @@ class Before:
         dtype = self.grads[0][name].dtype
         return dtype if name == "dense" or isinstance(self.case.compressor, NoCompression) else wide(dtype)
 
+    def unit_of(self, name: str) -> list[str]:
+        """The tensors that the compressor sees as one with this."""
+        alike = [n for n in ("a", "b") if self.grads[0][n].dtype == self.grads[0][name].dtype]
+        return [name] if self.case.granularity == "tensor" else alike
+
     def accs(self, name: str) -> list[Tensor]:
         """Residual + gradient of each worker in float64; of DGC velocity + momentum + gradient."""
         compressor = self.case.compressor
@@ -278,7 +282,7 @@ class Before:
             acc = gradients[name].detach().double()
             kept, u = self.residuals[name][worker], self.momenta[name][worker]
             if isinstance(compressor, DGC) and compressor.correction:
-                norm = float(acc.norm())
+                norm = math.hypot(*(float(gradients[n].detach().double().norm()) for n in self.unit_of(name)))
                 limit = math.inf if compressor.clip is None else compressor.clip / math.sqrt(len(self.grads))
                 acc = acc * (limit / norm) if norm > limit else acc
                 m = compressor.momentum or 0.0
@@ -295,12 +299,11 @@ class Before:
         mean is then rounded to the gradient's type.
         """
         compressor, dtype = self.case.compressor, self.grads[0][name].dtype
-        unit = [name] if self.case.granularity == "tensor" else ["a", "b"]
         scale = torch.stack([acc.abs() for acc in self.accs(name)]).amax(0)
         if compressor.needs_matrices:
             scale = torch.full_like(scale, max(float(acc.norm()) for acc in self.accs(name)))
         elif not sends_elements_as_they_are(compressor):
-            scale = torch.full_like(scale, largest_of([acc for n in unit for acc in self.accs(n)]))
+            scale = torch.full_like(scale, largest_of([acc for n in self.unit_of(name) for acc in self.accs(n)]))
         sums, sent = torch.finfo(wide(dtype)), torch.finfo(dtype)
         least = len(self.grads) * sums.smallest_normal * sums.eps + sent.smallest_normal * sent.eps
         return (ROUNDINGS * sums.eps + (sent.eps if sent.bits < 32 else 0)) * scale + ROUNDINGS * least

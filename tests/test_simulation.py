@@ -12,6 +12,7 @@ from conftest import every_method
 from in_process import ExchangeWorld
 from torch import Tensor
 
+from hvdcomp import simulation
 from hvdcomp.compressors import Compressor, NoCompression, PowerSGD, RandomK, TopK
 from hvdcomp.compressors.sparsifier import kept_elements
 from hvdcomp.rounds import BucketRun
@@ -154,6 +155,22 @@ def test_gradients_are_neither_changed_nor_kept(
                 for tensor in tensors.values():
                     tensor.fill_(1e9)  # neither of them is a view of what we keep, or of each other
             assert all(torch.equal(a[n], b[n]) for a, b in zip(residuals(world, grads), left, strict=True) for n in a)
+
+
+@pytest.mark.parametrize("compressor", [*every_method(), *LOSS_FREE], ids=repr)
+def test_what_travels_is_contiguous(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod refuses anything else, and gradients of a strided or expanded vector are not."""
+    original = simulation._collective
+
+    def collective(requests: list[Any]) -> list[Tensor]:
+        assert all(request.buffer.is_contiguous() for request in requests)
+        return original(requests)
+
+    monkeypatch.setattr(simulation, "_collective", collective)
+    for gradient in (torch.randn(20)[::2], torch.ones(1).expand(10), torch.randn(4, 6, 2)[..., 0]):
+        world = World(2, compressor)
+        for _ in range(2):
+            world.step([{"w": gradient}] * 2)
 
 
 def test_means_of_workers_do_not_share_memory() -> None:

@@ -442,6 +442,24 @@ def test_dgc_applies_and_keeps_v_plus_u(workers: int, values: str) -> None:
         assert torch.allclose(mean + torch.stack(v).mean(0), acc, atol=1e-5)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_nan_never_enters_dgcs_velocity_or_momentum(bad: float, nesterov: bool) -> None:
+    world = World(2, "dgc", cf=4, momentum=0.9, nesterov=nesterov)
+    good = torch.randn(6, 8)
+    world.step([{"w": good}] * 2)
+    before = [{key: tensor.clone() for key, tensor in dgc_state(world, worker).items()} for worker in (0, 1)]
+    for place in (0, 47):
+        poisoned = good.clone()
+        poisoned.view(-1)[place] = bad
+        world.step([{"w": good}, {"w": poisoned}])
+        assert world.skipped
+        for worker in (0, 1):
+            assert set(before[worker]) == {"own.u", "own.v"}
+            assert all(torch.equal(dgc_state(world, worker)[key], kept) for key, kept in before[worker].items())
+    assert torch.isfinite(world.step([{"w": good}] * 2)[0]["w"]).all()
+
+
 def test_dgc_selects_within_its_band() -> None:
     for values in (torch.randn(50_000), torch.from_numpy(np.random.default_rng(0).standard_t(3, 50_000)).float()):
         for k in (50, 500, 5000):
