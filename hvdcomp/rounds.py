@@ -282,7 +282,8 @@ class BucketRun:
             return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
         first = requests[0]
         owned = len(tensors) > 1 or (isinstance(first, Allreduce) and first.in_place)
-        buffer = torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        buffer = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
         if kind == "broadcast":  # whole numbers cannot tell of a NaN: the values that follow do
             return Fused(kind, buffer, numbers, owned, root)
         return self._flagged(Fused(kind, buffer, numbers, owned, alone=alone))
@@ -336,12 +337,18 @@ class BucketRun:
             mean.mul_(factor)
         if target is None:
             for offset, member in zip(part.offsets, part.members, strict=True):
-                self.gradients.write(member, mean[offset : offset + member.numel])
+                self.gradients.write(member, _saturated(mean[offset : offset + member.numel], member.dtype))
 
 
 def _tensor_of(request: Request) -> Tensor:
     assert isinstance(request, (Allreduce, Alltoall, Broadcast))
     return request.tensor
+
+
+def _saturated(mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mean that is about to be cast: what several steps left behind may not fit into a half."""
+    limits = torch.finfo(dtype)
+    return mean.clamp_(limits.min, limits.max) if dtype.itemsize < mean.dtype.itemsize else mean
 
 
 def _join(part: Part, gradients: list[tuple[int, Tensor]]) -> Tensor:

@@ -40,6 +40,7 @@ MEAN = "mean"
 _DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8]
 _MEAN_CODE = 15
 _INT32_INDEX, _BLOCK_INDEX = 0, 1
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _LARGEST = {torch.float16: torch.finfo(torch.float16).max, torch.int8: 127.0}
 """The number that the largest magnitude is scaled to; other types hold every float32 as it is."""
 
@@ -97,7 +98,7 @@ def decode_sparse(payload: Tensor, numel: int) -> Collected:
     mean = codes >> 4 == _MEAN_CODE
     if (codes >> 4 >= len(_DTYPES) and not mean) or codes & 15 > _BLOCK_INDEX:
         raise WireError(f"unknown value or index type: codes {codes >> 4} and {codes & 15}")
-    if elements != numel or count > numel:
+    if elements != numel or count > numel or numel > MAX_INDEX:
         raise WireError(f"payload holds {count} of {elements} elements, expected a vector of {numel}")
     dtype = torch.float32 if mean else _DTYPES[codes >> 4]
     nbytes = 0 if mean else count * dtype.itemsize
@@ -124,15 +125,17 @@ def _load_positions(data: Tensor, kind: int, widths: tuple[int, int], count: int
 def _store(values: Tensor, value_type: str) -> tuple[Tensor, float]:
     """Values in the type that travels, and the scale that they were divided by."""
     if value_type == MEAN:
-        limit = torch.finfo(torch.float32).max
         mean = float(values.sum(dtype=torch.float64)) / max(values.numel(), 1)
-        return values.new_empty(0), min(max(mean, -limit), limit)
+        return values.new_empty(0), min(max(mean, -_FLOAT32_MAX), _FLOAT32_MAX)
     dtype = VALUE_TYPES[value_type]
     if dtype == torch.float32:
         return values, 1.0
-    if dtype not in _LARGEST or not values.numel():
+    if not values.numel():
         return values.to(dtype), 1.0
-    scale = float(torch.tensor(float(values.abs().max()) / _LARGEST[dtype], dtype=torch.float32))
+    if dtype not in _LARGEST:
+        limit = torch.finfo(dtype).max
+        return values.clamp(-limit, limit).to(dtype), 1.0
+    scale = float(torch.tensor(min(float(values.abs().max()) / _LARGEST[dtype], _FLOAT32_MAX), dtype=torch.float32))
     if dtype == torch.float16:
         scale = max(1.0, scale)
     if scale == 0.0:
@@ -144,7 +147,7 @@ def _store(values: Tensor, value_type: str) -> tuple[Tensor, float]:
 def _load(stored: Tensor, scale: float) -> Tensor:
     if stored.dtype in (torch.float32, torch.float64):
         return stored
-    return stored.to(torch.float32) * scale
+    return (stored.to(torch.float32) * scale).clamp_(-_FLOAT32_MAX, _FLOAT32_MAX)  # rounding may go beyond
 
 
 @dataclass(frozen=True)

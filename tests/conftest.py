@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from hvdcomp import compressors
 from hvdcomp.compressors import Compressor
+
+settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True, database=None)
+settings.register_profile("thorough", deadline=None, max_examples=1000, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 EVERY_METHOD = {
     "none": {},

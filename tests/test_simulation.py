@@ -12,6 +12,7 @@ from conftest import every_method
 from in_process import ExchangeWorld
 from torch import Tensor
 
+from hvdcomp import simulation
 from hvdcomp.compressors import DGC, Compressor, NoCompression, PowerSGD, RandomK, TopK
 from hvdcomp.compressors.sparsifier import kept_elements
 from hvdcomp.rounds import BucketRun
@@ -154,6 +155,22 @@ def test_gradients_are_neither_changed_nor_kept(
                 for tensor in tensors.values():
                     tensor.fill_(1e9)  # neither of them is a view of what we keep, or of each other
             assert all(torch.equal(a[n], b[n]) for a, b in zip(residuals(world, grads), left, strict=True) for n in a)
+
+
+@pytest.mark.parametrize("compressor", [*every_method(), *LOSS_FREE], ids=repr)
+def test_what_travels_is_contiguous(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod refuses anything else, and gradients of a strided or expanded vector are not."""
+    original = simulation._collective
+
+    def collective(requests: list[Any]) -> list[Tensor]:
+        assert all(request.buffer.is_contiguous() for request in requests)
+        return original(requests)
+
+    monkeypatch.setattr(simulation, "_collective", collective)
+    for gradient in (torch.randn(20)[::2], torch.ones(1).expand(10), torch.randn(4, 6, 2)[..., 0]):
+        world = World(2, compressor)
+        for _ in range(2):
+            world.step([{"w": gradient}] * 2)
 
 
 def test_means_of_workers_do_not_share_memory() -> None:
@@ -315,6 +332,17 @@ def test_a_skipped_step_differs_from_none_at_all_by_rounding_only(compressor: Co
     for _ in range(3):
         mean, other = spoilt.step(good)[0]["w"], clean.step(good)[0]["w"]
         assert torch.allclose(mean, other, rtol=1e-5, atol=1e-4 if compressor.name == "powersgd" else 0)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-15, 1e15, 1e25])
+def test_powersgd_finds_a_matrix_of_any_size_with_the_last_q(scale: float) -> None:
+    """Q = M^T P is as large as M: its product with M must not leave float32's range."""
+    matrix = torch.outer(torch.randn(9), torch.randn(11)) * scale
+    world = World(2, PowerSGD(rank=1))
+    for _ in range(3):
+        mean = world.step([{"w": matrix}] * 2)[0]["w"]
+        assert not world.skipped
+        assert torch.allclose(mean / scale, matrix / scale, atol=1e-5)
 
 
 def test_a_skipped_step_leaves_q_as_it_was(random_grads: MakeGrads) -> None:
@@ -731,3 +759,12 @@ def test_a_world_takes_a_compressor_or_a_name(wrong: Any) -> None:
 def test_an_exclusion_that_matches_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     World(1, "topk", exclude=("layer.*",)).step([{"w": torch.ones(6)}])
     assert "layer.*" in caplog.text
+
+
+def test_a_mean_that_a_half_cannot_hold_is_its_largest() -> None:
+    """Two steps' worth of what was left behind: Inf would reach the parameters, and nothing would say so."""
+    world = World(2, TopK(cf=2))
+    grads = [{"w": torch.tensor([-60_000.0, 65_504.0], dtype=torch.float16)}] * 2
+    assert world.step(grads)[0]["w"].tolist() == [0.0, 65_504.0]
+    assert world.step(grads)[0]["w"].tolist() == [-65_504.0, 0.0]
+    assert not world.skipped

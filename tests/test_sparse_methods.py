@@ -458,6 +458,17 @@ def test_roots_that_differ_within_a_bucket_travel_apart() -> None:
     assert [mean[name].tolist() for name in "abc"] == [[0.0, 0.0, 0.0, 3.5]] * 3
 
 
+@pytest.mark.parametrize("selection", ["star", "var"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_without_feedback_too_a_broadcast_has_its_size_whatever_its_root_met(selection: str, bad: float) -> None:
+    world = World(2, "artopk", cf=2, selection=selection, error_feedback=False)
+    good = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for spoilt in (0, 1):
+        world.step([{"w": torch.where(good == 2, bad, good) if w == spoilt else good} for w in (0, 1)])
+        assert world.skipped
+    assert world.step([{"w": good}] * 2)[0]["w"].tolist() == [0.0, 0.0, 6.0, 8.0]
+
+
 # -- DGC
 
 
@@ -538,6 +549,24 @@ def test_dgc_builds_u_and_v_in_memory_that_it_has_and_leaves_them_alone_when_a_s
         held.append({tensor.data_ptr() for tensor in dgc_state(plain).values()})
         assert all(torch.equal(t, dgc_state(plain)[key]) for key, t in dgc_state(world).items())
     assert held[2] == held[4] == held[6] != held[3] == held[5] == held[7]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_nan_never_enters_dgcs_velocity_or_momentum(bad: float, nesterov: bool) -> None:
+    world = World(2, "dgc", cf=4, momentum=0.9, nesterov=nesterov)
+    good = torch.randn(6, 8)
+    world.step([{"w": good}] * 2)
+    before = [{key: tensor.clone() for key, tensor in dgc_state(world, worker).items()} for worker in (0, 1)]
+    for place in (0, 47):
+        poisoned = good.clone()
+        poisoned.view(-1)[place] = bad
+        world.step([{"w": good}, {"w": poisoned}])
+        assert world.skipped
+        for worker in (0, 1):
+            assert set(before[worker]) == {"own.u", "own.v"}
+            assert all(torch.equal(dgc_state(world, worker)[key], kept) for key, kept in before[worker].items())
+    assert torch.isfinite(world.step([{"w": good}] * 2)[0]["w"]).all()
 
 
 def test_dgc_selects_within_its_band() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hvdcomp import indices as indices_code
 from hvdcomp.errors import WireError
 from hvdcomp.sparse_gradients import _decode as decode_rows
 from hvdcomp.sparse_gradients import _encode as encode_rows
@@ -18,6 +19,7 @@ from hvdcomp.wire import (
     HEADER_NBYTES,
     MAX_INDEX,
     MEAN,
+    VALUE_TYPES,
     VERSION,
     decode_frames,
     decode_sparse,
@@ -171,6 +173,69 @@ def test_means_at_the_edge(values: Tensor, mean: float | None) -> None:
     assert back.values.tolist() == pytest.approx([] if mean is None else [mean] * len(values), nan_ok=True)
 
 
+@st.composite
+def long_vectors(draw: st.DrawFn) -> tuple[Tensor, Tensor, int, str]:
+    """(indices, values, numel, value type), the last index among them: dense ones, and a few of up to 2^31 - 1."""
+    numel = draw(st.sampled_from([1, 127, 128, 255, 256, 2**15, 2**16, 2**16 + 1, 10**6, 2**24 + 1, MAX_INDEX]))
+    chosen = draw(st.sets(st.integers(0, numel - 1), max_size=30))
+    run = draw(st.integers(0, min(numel, 300)))
+    start = draw(st.integers(0, numel - run))
+    positions = sorted({*chosen, *range(start, start + run), numel - 1})
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    values = torch.randn(len(positions), generator=generator) * 10.0 ** draw(st.integers(-20, 20))
+    return torch.tensor(positions), values, numel, draw(st.sampled_from(sorted(VALUE_TYPES)))
+
+
+@given(long_vectors())
+@QUICK
+def test_any_index_comes_back_beside_values_of_any_type(vector: tuple[Tensor, Tensor, int, str]) -> None:
+    indices, values, numel, value_type = vector
+    payload = encode_sparse(indices, values, numel, value_type)
+    assert payload.numel() <= largest_sparse_nbytes(indices.numel(), value_type)
+    back = decode_sparse(payload, numel)
+    assert torch.equal(back.positions.long(), indices)
+    least = {"fp32": 0.0, "fp16": 2.0**-25, "bf16": 0.0, "int8": float(values.abs().max()) / 254 * 1.00001}[value_type]
+    relative = {"fp32": 0.0, "fp16": 2.0**-10, "bf16": 2.0**-8, "int8": 0.0}[value_type]
+    scale = max(1.0, float(values.abs().max()) / 65504) if value_type == "fp16" else 1.0
+    assert bool(((back.values - values).abs() <= relative * values.abs() + least * scale * 1.00001).all())
+
+
+@given(long_vectors(), st.data())
+@FUZZ
+def test_a_long_payload_with_a_flipped_bit_or_cut_short_is_safe(
+    vector: tuple[Tensor, Tensor, int, str], data: st.DataObject
+) -> None:
+    indices, values, numel, value_type = vector
+    payload = encode_sparse(indices, values, numel, value_type)
+    place = data.draw(st.integers(0, payload.numel() - 1))
+    with pytest.raises(WireError):
+        decode_sparse(payload[:place], numel)
+    payload[place] ^= 1 << data.draw(st.integers(0, 7))
+    decoded_or_refused(payload, numel)
+
+
+@given(st.binary(max_size=80), long_vectors())
+@FUZZ
+def test_any_bytes_after_a_valid_header_are_safe(data: bytes, vector: tuple[Tensor, Tensor, int, str]) -> None:
+    indices, values, numel, value_type = vector
+    payload = encode_sparse(indices, values, numel, value_type)
+    decoded_or_refused(torch.cat([payload[:HEADER_NBYTES], as_payload(data)]), numel)
+    kept = min(len(data), payload.numel() - HEADER_NBYTES)
+    payload[HEADER_NBYTES : HEADER_NBYTES + kept] = as_payload(data)[:kept]
+    decoded_or_refused(payload, numel)
+
+
+@pytest.mark.parametrize("position", [2**31, 2**32, 2**32 + 5])
+def test_positions_beyond_int32_are_refused(position: int) -> None:
+    """A block code could hold them, and int32 would make other positions of them."""
+    numel = 2**33
+    code = indices_code.encode(torch.tensor([position]), numel)
+    header = struct.pack("<HBBIQfBBH", 0xC0DE, VERSION, 1, 1, numel, 1.0, code.block_log2, code.count_bits, 0)
+    payload = torch.cat([as_payload(header + struct.pack("<fi", 1.0, 0)), code.data])
+    with pytest.raises(WireError):
+        decode_sparse(payload, numel)
+
+
 # -- frames
 
 
@@ -225,6 +290,19 @@ def test_a_frame_with_flipped_bits_is_refused_or_safe(workers: int, payloads: in
     for _ in range(data.draw(st.integers(1, 3))):
         buffer[data.draw(st.integers(0, buffer.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
     frames_or_refused(buffer, workers, payloads)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("payloads", [0, 1, 3])
+def test_every_single_flipped_bit_of_a_frame_is_found(payloads: int, finite: bool) -> None:
+    """Padding and the flag too."""
+    own = [encode_sparse(torch.arange(3), torch.ones(3), 9, kind) for kind in ("fp32", "int8", "bf16")[:payloads]]
+    frame = encode_frame(own, finite)
+    for bit in range(8 * frame.numel()):
+        flipped = frame.clone()
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError):
+            decode_frames(flipped, 1, payloads)
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.data())

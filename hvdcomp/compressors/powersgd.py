@@ -79,7 +79,8 @@ class PowerSGD(Compressor):
             q = self._first_q(matrix.shape[1], rank, unit)
         elif not q.any(dim=0).all():  # a column that met zeros only would find nothing ever again
             q = torch.where(q.any(dim=0), q, self._first_q(matrix.shape[1], rank, unit).to(q))
-        return matrix @ q.to(matrix)
+        q = q.to(matrix)
+        return matrix @ (q / q.abs().amax(dim=0))  # the last q is as large as its matrix, whose square may overflow
 
     def _first_q(self, columns: int, rank: int, unit: Unit) -> Tensor:
         generator = torch.Generator().manual_seed(shared_seed(self.seed, unit.name) >> 1)

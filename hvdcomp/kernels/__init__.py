@@ -216,8 +216,9 @@ def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Coll
     if _is_compiled(source):
         positions, chosen = np.empty(k + 1, dtype=np.int32), np.empty(k + 1, dtype=np.float32)
         known = np.empty(0, dtype=np.int32) if candidates is None else candidates.positions.numpy()
-        _cpu().take_largest(known, source.numpy(), _kth_largest(source.numpy(), k), k, positions, chosen)
-        return Collected(torch.from_numpy(positions[:k]), torch.from_numpy(chosen[:k]))
+        threshold = _kth_largest(source.numpy(), k)
+        if _cpu().take_largest(known, source.numpy(), threshold, k, positions, chosen) == k:
+            return Collected(torch.from_numpy(positions[:k]), torch.from_numpy(chosen[:k]))
     kept = torch_ops.largest(source, k)
     found = Collected(kept.to(torch.int32), source[kept])
     return found if candidates is None else among(candidates, found)

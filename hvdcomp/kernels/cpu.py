@@ -163,6 +163,8 @@ def take_largest(candidates, magnitudes, threshold, k, positions, values):  # ty
     Args:
         magnitudes: the values that go with the positions ``candidates``; with none, positions are counted from 0.
         positions, values: of k + 1 elements; the last is scratch.
+
+    Returns k, or -1 where NaN make nonsense of the threshold.
     """
     bound = bits(threshold)
     larger = 0
@@ -171,6 +173,8 @@ def take_largest(candidates, magnitudes, threshold, k, positions, values):  # ty
         magnitude = bits(magnitudes[i])
         larger += magnitude > bound
         ties += magnitude == bound
+    if larger > k or larger + ties < k:  # NaN have no order
+        return -1
     missing = k - larger
     known = candidates.shape[0] > 0
     count = 0
@@ -187,6 +191,7 @@ def take_largest(candidates, magnitudes, threshold, k, positions, values):  # ty
         positions[count] = candidates[i] if known else i
         values[count] = magnitudes[i]
         count += keep
+    return k
 
 
 @_jit

@@ -35,7 +35,8 @@ def largest(values: Tensor, k: int) -> Tensor:
     """Ascending int64 indices of the ``k`` elements of largest magnitude in a 1-D tensor.
 
     Elements that tie at the k-th magnitude are taken at even distances among their like: the choice depends on the
-    values alone, so that equal inputs select equally on every rank, and no end of the tensor is preferred.
+    values alone, so that equal inputs select equally on every rank, and no end of the tensor is preferred. Where there
+    are NaN, any ``k`` will do.
     """
     magnitude = values.abs()
     if k >= magnitude.numel():
@@ -46,7 +47,8 @@ def largest(values: Tensor, k: int) -> Tensor:
     ties = (magnitude == threshold).nonzero().flatten()
     steps = torch.arange(min(missing, ties.numel()), device=values.device)
     chosen[ties[steps * ties.numel() // max(missing, 1)]] = True
-    return chosen.nonzero().flatten()
+    found = chosen.nonzero().flatten()
+    return found if found.numel() == k else torch.arange(k, device=values.device)
 
 
 def _kth_largest(magnitude: Tensor, k: int) -> Tensor:
