@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -177,7 +178,7 @@ def test_rows_of_a_real_exchange(hosts: bool, tmp_path: Path, monkeypatch: pytes
     assert [row["method"] for row in rows] == [
         *("horovod", "horovod", "horovod-fp16", "none", "topk", "topk", "auto", "powersgd")
     ]
-    dense = 4 * sum(torch_numel(shape) for shape in exchange.shapes_of(str(tmp_path / "run.yaml")).values())
+    dense = 4 * sum(math.prod(shape) for shape in exchange.shapes_of(str(tmp_path / "run.yaml")).values())
     for row in rows:
         assert set(row) >= KEYS
         assert (row["ranks"], row["bandwidth"]) == (2, bandwidth)
@@ -190,13 +191,6 @@ def test_rows_of_a_real_exchange(hosts: bool, tmp_path: Path, monkeypatch: pytes
     assert rows[4]["nbytes"] < dense / 4
     assert rows[4]["encode_ms"] > 0
     assert len(exchange.table(rows)) == len(rows)
-
-
-def torch_numel(shape: list[int]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product
 
 
 @pytest.mark.ranks
