@@ -238,6 +238,7 @@ class Exchange:
         context = Context(
             self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
             self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
+            multi_level=self.coordinator is None or self.coordinator.schedule.multi_level,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
         self._flights[bucket.index] = flight

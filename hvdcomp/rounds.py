@@ -88,6 +88,8 @@ class Context:
     """Loss scale of the gradients; residuals are kept without it."""
     summed: bool = False
     """The gradients' sum is wanted, not their mean."""
+    multi_level: bool = True
+    """Under an adaptive schedule, both levels are selected."""
     dense: bool = False
     """This step is exchanged dense, with what the residuals hold."""
     cf: float | None = None
@@ -122,6 +124,7 @@ class BucketRun:
             unit, context = part.unit, self.context
             unit.worker, unit.workers, unit.step = context.worker, context.workers, context.step
             unit.cf, unit.levels = (context.cf, context.levels) if part.compressed else (None, None)
+            unit.multi_level = context.multi_level
             if part.sparse:
                 self._generators[number] = self._sparse_rounds(part)
                 continue

@@ -150,6 +150,7 @@ class World:
             self._levels,
             self.compression.checks_finite,
             cf=None if self.schedule is not None else self._cf_at(self.step_count),
+            multi_level=self.schedule is None or self.schedule.multi_level,
         )
         runs = [BucketRun(bucket, gradients, context) for bucket in self._buckets[worker]]
         for run in runs:

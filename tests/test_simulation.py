@@ -402,6 +402,39 @@ def test_without_compression_a_nan_travels_as_with_plain_horovod() -> None:
 # -- GraVAC
 
 
+@pytest.mark.parametrize("name", ["topk", "mstopk", "randomk", "dgc"])
+def test_gains_from_a_sample_are_near_those_of_a_selection(name: str) -> None:
+    """50 000 elements, of which a sample of some 2000 tells the lower level's gain."""
+    gains: dict[bool, tuple[float, float]] = {}
+    for multi_level in (True, False):
+        schedule = GraVAC(cf_min=10, cf_max=20, epsilon=0.0, omega=0, window=1, multi_level=multi_level)
+        world = World(2, name, schedule=schedule)
+        schedule.prepare(100)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            means = world.step([{"w": torch.randn(50_000, generator=generator)} for _ in range(2)])
+        assert world.decision is not None
+        assert (world.decision.cf, world.decision.level) == (20.0, 1)
+        assert int((means[0]["w"] != 0).sum()) <= 2 * 2 * 2500
+        gains[multi_level] = world.decision.gains
+    assert gains[False][0] == pytest.approx(gains[True][0], rel=0.2)
+    assert gains[False][1] == pytest.approx(gains[True][1], rel=0.2)
+
+
+def test_without_multi_level_the_lower_level_is_sent_exactly() -> None:
+    """The candidate's gain is below epsilon, the lower level's above: its k largest travel."""
+    schedule = GraVAC(
+        cf_min=2, cf_max=64, policy="geometric", ratio=32, epsilon=0.5, omega=0, window=1, multi_level=False
+    )
+    world = World(1, TopK(), schedule=schedule)
+    schedule.prepare(100)
+    for _ in range(2):
+        world.step([{"w": torch.randn(4096)}])
+    assert world.decision is not None
+    assert (world.decision.level, world.decision.cf) == (0, 2.0)
+    assert int((world.residual(0, "w") == 0).sum()) == 2048
+
+
 def kept_share(accs: list[dict[str, Tensor]], cf: float) -> float:
     """sum ||top-k||^2 / sum ||acc||^2 over tensors and workers."""
     kept = whole = 0.0

@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdcomp.checks import check_count
 from hvdcomp.compressors.requests import Allreduce, Rounds, SharedSparse, Unit, Volume
 from hvdcomp.compressors.sparsifier import Sparsifier
-from hvdcomp.kernels import Collected
+from hvdcomp.kernels import Collected, squared_norm
 
 
 def shared_seed(*parts: object) -> int:
@@ -46,6 +46,9 @@ class RandomK(Sparsifier):
         drawn = generator.choice(values.numel(), size=k, replace=False, shuffle=False)
         positions = torch.from_numpy(np.sort(drawn)).to(values.device)
         return Collected(positions, values[positions])
+
+    def estimated_squares(self, acc: Tensor, k: int) -> float:
+        return float(squared_norm(acc)) * k / acc.numel()
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
         mean = yield Allreduce(kept.values)

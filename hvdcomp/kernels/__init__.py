@@ -44,6 +44,7 @@ __all__ = [
     "pack_bits",
     "packed_nbytes",
     "squared_norm",
+    "squares_of_largest",
     "tail",
     "unpack_bits",
     "unpack_positions",
@@ -328,6 +329,13 @@ def tail(values: Tensor, at_least: int) -> Tail:
         if found is not None and found.positions.numel() >= at_least:
             return Tail(found, bound)
     return Tail(Collected(_every_position(values), values), 0.0)
+
+
+def squares_of_largest(values: Tensor, k: int) -> float:
+    """About the sum of squares of the ``k`` largest elements of a 1-D tensor, from a strided sample."""
+    sample = np.sort(_sampled(values))
+    among_sample = max(1, round(sample.size * k / max(values.numel(), 1)))
+    return float(np.square(sample[-among_sample:], dtype=np.float64).sum()) * values.numel() / max(sample.size, 1)
 
 
 def packed_nbytes(count: int, width: int) -> int:
