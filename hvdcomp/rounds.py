@@ -16,7 +16,7 @@ from torch import Tensor
 from hvdcomp.buckets import Bucket, Part, Spec
 from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Broadcast, Decide, Reduced, Request, Rounds
 from hvdcomp.feedback import Accumulated
-from hvdcomp.kernels import squared_norm
+from hvdcomp.kernels import moments_in_passing, squared_norm
 from hvdcomp.schedules.base import Statistics
 from hvdcomp.sparse_gradients import SparseRows, as_rows, no_rows, sparse_rounds
 from hvdcomp.wire import decode_frames, encode_frame
@@ -194,7 +194,8 @@ class BucketRun:
                 self._acc[number] = self._acc[number] / self.context.scale
             if not self.context.check_finite:
                 return True
-            norm_sq = float(squared_norm(self._acc[number]))
+            unit.moments = moments_in_passing(self._acc[number])
+            norm_sq = float(squared_norm(self._acc[number])) if unit.moments is None else unit.moments.total_sq
             finite = math.isfinite(norm_sq) or bool(torch.isfinite(self._acc[number]).all())
             done = Accumulated(finite, norm_sq / self.context.scale**2, norm_sq)
         self._sums[number] = done

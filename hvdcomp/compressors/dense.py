@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Dense, Rounds, Unit
 from hvdcomp.errors import WireError
+from hvdcomp.kernels import empty
 
 
 def dense_rounds(tensor: Tensor, unit: Unit) -> Rounds:
@@ -18,13 +19,14 @@ def dense_rounds(tensor: Tensor, unit: Unit) -> Rounds:
 
 
 def bfloat16_rounds(tensor: Tensor, unit: Unit) -> Rounds:
-    """The mean of a bfloat16 tensor: alltoall, a float32 sum of this worker's part, allgather of the parts.
+    """The mean of a tensor as bfloat16: alltoall, a float32 sum of this worker's part, allgather of the parts.
 
     It moves as many bytes as a ring allreduce would; the mean is float32 values that bfloat16 can hold.
     """
     part = -(-tensor.numel() // unit.workers)
-    padded = tensor.new_zeros(unit.workers * part)
+    padded = empty(unit.workers * part, torch.bfloat16, tensor.device)
     padded[: tensor.numel()] = tensor.reshape(-1)
+    padded[tensor.numel() :] = 0
     received = yield Alltoall(padded.view(torch.int16).view(unit.workers, part))
     mean = received.view(torch.bfloat16).float().mean(dim=0).to(torch.bfloat16)
     parts = yield Allgather(mean.view(torch.uint8))
