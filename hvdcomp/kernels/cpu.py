@@ -14,6 +14,7 @@ from numba.cpython.unsafe import numbers
 
 from hvdcomp.kernels.vector import (
     BLOCK,
+    WIDE,
     add_block,
     load_word,
     moments_block,
@@ -59,9 +60,9 @@ def ones(mask):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def padded(source, start):  # type: ignore[no-untyped-def]
+def padded(source, start, size=BLOCK):  # type: ignore[no-untyped-def]
     """A block that begins with what is left of ``source``, and ends with zeros."""
-    block = np.zeros(BLOCK, dtype=np.float32)
+    block = np.zeros(size, dtype=np.float32)
     block[: source.shape[0] - start] = source[start:]
     return block
 
@@ -175,15 +176,15 @@ def take_largest(candidates, magnitudes, threshold, k, positions, values):  # ty
 
 @_jit
 def moments(source):  # type: ignore[no-untyped-def]
-    """(sum, sum of magnitudes, sum of squares, largest magnitude); what a block of 64 adds up is summed in float64."""
+    """(sum, sum of magnitudes, sum of squares, largest magnitude); what a block of 256 adds up is summed in float64."""
     total = 0.0
     total_abs = 0.0
     total_sq = 0.0
     top = np.int32(0)
     size = source.shape[0]
-    for start in range(0, size, BLOCK):
-        whole = start + BLOCK <= size
-        s, s_abs, s_sq, high = moments_block(source, start) if whole else moments_block(padded(source, start), 0)
+    for start in range(0, size, WIDE):
+        whole = start + WIDE <= size
+        s, s_abs, s_sq, high = moments_block(source, start) if whole else moments_block(padded(source, start, WIDE), 0)
         total += s
         total_abs += s_abs
         total_sq += s_sq

@@ -13,6 +13,8 @@ import numpy as np
 from hvdcomp.kernels.cpu import ones, padded
 from hvdcomp.kernels.vector import (
     BLOCK,
+    WIDE,
+    add_levels_block,
     add_signs_block,
     add_ternary_block,
     blend_block,
@@ -74,8 +76,13 @@ def add_levels(out, levels, scales, bucket):  # type: ignore[no-untyped-def]
     """out[i] += levels[i] * scales[i // bucket]."""
     for number in range(scales.shape[0]):
         scale = scales[number]
-        for i in range(number * bucket, min((number + 1) * bucket, out.shape[0])):
-            out[i] += levels[i] * scale
+        begin = number * bucket
+        end = min(begin + bucket, out.shape[0])
+        whole = begin + (end - begin) // BLOCK * BLOCK
+        for start in range(begin, whole, BLOCK):
+            add_levels_block(out, start, levels, start, scale)
+        for i in range(whole, end):
+            out[i] += np.float32(levels[i]) * scale
 
 
 @_jit
@@ -124,8 +131,8 @@ def extremes(source):  # type: ignore[no-untyped-def]
     low = source[0]
     high = source[0]
     size = source.shape[0]
-    whole = size // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    whole = size // WIDE * WIDE
+    for start in range(0, whole, WIDE):
         least, greatest = extremes_block(source, start)
         low = min(low, least)
         high = max(high, greatest)

@@ -6,7 +6,8 @@ are taken pairwise, in float32. LLVM splits the vectors into what the processor 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -14,6 +15,8 @@ from numba import extending
 from numba.core import cgutils, types
 
 BLOCK = 64
+WIDE = 4 * BLOCK
+"""What is added up vector by vector before the sum of a vector is taken."""
 
 _intrinsic: Any = extending.intrinsic
 _FLOAT, _INT, _MASK = ir.FloatType(), ir.IntType(32), ir.IntType(BLOCK)
@@ -79,14 +82,17 @@ def sum_block(typing: Any, v: Any, at: Any, bound: Any) -> tuple[Any, Callable[.
 
 @_intrinsic
 def moments_block(typing: Any, v: Any, at: Any) -> tuple[Any, Callable[..., Any]]:
-    """(sum, sum of magnitudes, sum of squares, the largest magnitude's bits)."""
+    """Of 256 elements (sum, sum of magnitudes, sum of squares, the largest magnitude's bits)."""
     results = types.Tuple((types.float32, types.float32, types.float32, types.int32))
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        block = _load(context, b, signature, arguments, 0, 1)
-        bits = _magnitude_bits(b, block)
-        sums = [_sum(b, x) for x in (block, b.bitcast(bits, _FLOATS), b.fmul(block, block))]
-        return context.make_tuple(b, signature.return_type, [*sums, _largest(b, bits)])
+        sums, top = [_floats(0.0)] * 3, _ints(0)
+        for block in _load_wide(context, b, signature, arguments):
+            bits = _magnitude_bits(b, block)
+            terms = (block, b.bitcast(bits, _FLOATS), b.fmul(block, block))
+            sums = [b.fadd(total, term) for total, term in zip(sums, terms, strict=True)]
+            top = b.select(b.icmp_signed(">", bits, top), bits, top)
+        return context.make_tuple(b, signature.return_type, [*(_sum(b, total) for total in sums), _largest(b, top)])
 
     return results(v, types.intp), generate
 
@@ -153,12 +159,14 @@ def square_block(typing: Any, v: Any, at: Any) -> tuple[Any, Callable[..., Any]]
 
 @_intrinsic
 def extremes_block(typing: Any, v: Any, at: Any) -> tuple[Any, Callable[..., Any]]:
-    """(least, greatest); a NaN may be passed over."""
+    """Of 256 elements (least, greatest); a NaN may be passed over."""
     results = types.Tuple((types.float32, types.float32))
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        block = _load(context, b, signature, arguments, 0, 1)
-        ends = [_reduced(b, f"f{end}", _FLOAT, block) for end in ("min", "max")]
+        blocks = list(_load_wide(context, b, signature, arguments))
+        low = reduce(lambda x, y: _least(b, x, y), blocks)
+        high = reduce(lambda x, y: _greatest(b, x, y), blocks)
+        ends = [_reduced(b, "fmin", _FLOAT, low), _reduced(b, "fmax", _FLOAT, high)]
         return context.make_tuple(b, signature.return_type, ends)
 
     return results(v, types.intp), generate
@@ -295,6 +303,21 @@ def add_ternary_block(
 
 
 @_intrinsic
+def add_levels_block(
+    typing: Any, out: Any, at: Any, levels: Any, to: Any, scale: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """out[at + i] += levels[to + i] * scale, of int8 levels."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        codes = b.load(_pointer(context, b, signature.args[2], arguments[2], arguments[3], _BYTES), align=1)
+        added = b.fmul(b.sitofp(b.sext(codes, _INTS), _FLOATS), _splat(b, arguments[4], _FLOATS))
+        _store(context, b, signature, arguments, 0, 1, b.fadd(_load(context, b, signature, arguments, 0, 1), added))
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, levels, types.intp, types.float32), generate
+
+
+@_intrinsic
 def store_word(typing: Any, data: Any, at: Any, word: Any) -> tuple[Any, Callable[..., Any]]:
     """Eight bytes of a uint8 array, from any index, become a little-endian number."""
 
@@ -324,6 +347,13 @@ def _pointer(context: Any, b: ir.IRBuilder, kind: Any, array: Any, index: Any, t
 def _load(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any, array: int, at: int) -> Any:
     """The block of the argument number ``array`` at the index in argument number ``at``."""
     return b.load(_pointer(context, b, signature.args[array], arguments[array], arguments[at]), align=4)
+
+
+def _load_wide(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Iterator[Any]:
+    """Four blocks in a row, of the first argument from the index in the second on."""
+    for i in range(WIDE // BLOCK):
+        place = b.add(arguments[1], ir.Constant(_MASK, i * BLOCK))
+        yield b.load(_pointer(context, b, signature.args[0], arguments[0], place), align=4)
 
 
 def _store(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any, array: int, at: int, block: Any) -> None:
@@ -407,4 +437,4 @@ def _largest(b: ir.IRBuilder, integers: Any) -> Any:
 
 def _reduced(b: ir.IRBuilder, how: str, element: Any, block: Any) -> Any:
     name = f"llvm.vector.reduce.{how}.v{BLOCK}{'i' if element == _INT else 'f'}32"
-    return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(element, [block.type]), name), [block])
+    return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(element, [block.type]), name), [block], fastmath=("nnan",) if element == _FLOAT else ())
