@@ -15,7 +15,7 @@ from hvdcomp.compressors.quantised import Gathered, as_sent, blank, check_length
 from hvdcomp.compressors.requests import Allgather, Rounds, Unit, Volume
 from hvdcomp.compressors.stochastic import Stochastic
 from hvdcomp.errors import WireError
-from hvdcomp.kernels import Moments, peak, squared_norm
+from hvdcomp.kernels import Moments, moments_in_passing, peak, squared_norm
 from hvdcomp.kernels.codes import add_lookup_, codes_nbytes, round_ternary
 
 _TERNARY = torch.tensor([0.0, 1.0, -1.0, 0.0])
@@ -89,6 +89,7 @@ class TernGrad(Stochastic):
 
     def scale_of(self, values: Tensor, known: Moments | None = None) -> float:
         """The largest magnitude after clipping, 0 of an empty or a zero tensor; ``known`` are the tensor's moments."""
+        known = known or moments_in_passing(values)
         top = peak(values) if known is None else known.largest
         if self.clip is None or top == 0 or not math.isfinite(top):
             return top

@@ -22,6 +22,7 @@ from hvdcomp.kernels.running import empty
 from hvdcomp.kernels.running import in_threads as _in_threads
 from hvdcomp.kernels.running import is_compiled as _is_compiled
 from hvdcomp.kernels.running import ranges as _ranges
+from hvdcomp.kernels.running import segments as _segments
 from hvdcomp.kernels.torch_ops import orthogonalise, squared_norm
 
 __all__ = [
@@ -327,7 +328,7 @@ def moments(values: Tensor) -> Moments:
     if not _is_compiled(values):
         return Moments(values.numel(), *torch_ops.moments(values))
     source = values.numpy()
-    return _summed(_in_threads(lambda a, b: _cpu().moments(source[a:b]), _ranges(values.numel())), values)
+    return _summed(_in_threads(lambda a, b: _cpu().moments(source[a:b]), _segments(values.numel())), values)
 
 
 def moments_in_passing(values: Tensor) -> Moments | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdcomp.kernels.running import empty, in_threads, is_compiled, ranges
+from hvdcomp.kernels.running import empty, in_threads, is_compiled, ranges, segments
 
 _CHUNK = 2**20
 """Elements that the torch operations decode at a time, so that no dense copy of a payload is made; a multiple of 8."""
@@ -78,7 +78,7 @@ def pack_sides(values: Tensor, out: Tensor) -> Sides:
     if is_compiled(values):
         source, packed = values.numpy(), out.numpy()
         parts = in_threads(
-            lambda a, b: _cpu().pack_signs(source[a:b], packed[a // 8 : codes_nbytes(b, 1)]), ranges(values.numel())
+            lambda a, b: _cpu().pack_signs(source[a:b], packed[a // 8 : codes_nbytes(b, 1)]), segments(values.numel())
         )
         upper, upper_sum, lower_sum = (sum(column) for column in zip(*parts, strict=True))
     else:
@@ -245,9 +245,9 @@ def add_levels_(out: Tensor, levels: Tensor, scales: Tensor, bucket: int) -> Non
         bucket: elements that share a scale.
     """
     if is_compiled(out):
-        total, codes, factors = out.numpy(), levels.numpy(), scales.numpy()
+        total, codes, shares = out.numpy(), levels.numpy(), scales.numpy()
         in_threads(
-            lambda a, b: _cpu().add_levels(total[a:b], codes[a:b], factors[a // bucket : -(-b // bucket)], bucket),
+            lambda a, b: _cpu().add_levels(total[a:b], codes[a:b], shares[a // bucket : -(-b // bucket)], bucket),
             ranges(out.numel(), bucket),
         )
         return

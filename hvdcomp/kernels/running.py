@@ -16,6 +16,8 @@ _T = TypeVar("_T")
 _ALONE = 65536
 """Elements up to which one thread is faster than several."""
 _BLOCK = 64
+_SEGMENT = 2**18
+"""Elements, a multiple of what the loops add up at a time."""
 
 
 def is_compiled(values: Tensor) -> bool:
@@ -37,11 +39,17 @@ def ranges(numel: int, step: int = _BLOCK) -> list[tuple[int, int]]:
     return [(start, min(start + size, numel)) for start in range(0, numel, size)] or [(0, 0)]
 
 
+def segments(numel: int) -> list[tuple[int, int]]:
+    """Ranges that do not depend on the number of threads, for sums that must not either."""
+    return [(start, min(start + _SEGMENT, numel)) for start in range(0, numel, _SEGMENT)] or [(0, 0)]
+
+
 def in_threads(run: Callable[[int, int], _T], bounds: list[tuple[int, int]]) -> list[_T]:
     """What ``run`` returns for each range, in their order."""
-    if len(bounds) == 1:
-        return [run(*bounds[0])]
-    return list(_pool(len(bounds)).map(lambda both: run(*both), bounds))
+    threads = min(len(bounds), torch.get_num_threads())
+    if threads == 1:
+        return [run(*both) for both in bounds]
+    return list(_pool(threads).map(lambda both: run(*both), bounds))
 
 
 @cache

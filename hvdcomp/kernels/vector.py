@@ -437,4 +437,5 @@ def _largest(b: ir.IRBuilder, integers: Any) -> Any:
 
 def _reduced(b: ir.IRBuilder, how: str, element: Any, block: Any) -> Any:
     name = f"llvm.vector.reduce.{how}.v{BLOCK}{'i' if element == _INT else 'f'}32"
-    return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(element, [block.type]), name), [block], fastmath=("nnan",) if element == _FLOAT else ())
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(element, [block.type]), name)
+    return b.call(function, [block], fastmath=("nnan",) if element == _FLOAT else ())
