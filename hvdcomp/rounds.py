@@ -247,9 +247,10 @@ class BucketRun:
             payloads = [request.payload for request in requests if isinstance(request, Allgather)]
             return Fused(kind, self._frame(payloads), numbers, owned=True)
         tensors = [_tensor_of(request) for request in requests]
-        if kind == "alltoall":
-            return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
         owned = len(tensors) > 1
+        if kind == "alltoall":
+            joined = torch.cat(tensors, dim=1) if owned else tensors[0]
+            return Fused(kind, joined, numbers, owned)
         buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]) if owned else tensors[0].reshape(-1)
         if kind == "broadcast":  # whole numbers cannot tell of a NaN: the values that follow do
             return Fused(kind, buffer, numbers, owned, root)
