@@ -219,6 +219,7 @@ def add_lookup_(out: Tensor, data: Tensor, width: int, table: Tensor) -> None:
     Args:
         out: (n,) float32 or float64.
         data: (ceil(n * width / 8),) uint8 of :func:`pack_codes`.
+        width: 1, 2 or 8.
         table: (2^width,) what each code stands for.
     """
     table = table.to(out)
