@@ -27,7 +27,7 @@ from hvdcomp.compressors.requests import (
     Rounds,
 )
 from hvdcomp.feedback import Accumulated
-from hvdcomp.kernels import squared_norm
+from hvdcomp.kernels import moments_in_passing, squared_norm
 from hvdcomp.schedules.base import Statistics
 from hvdcomp.sparse_gradients import SparseRows, as_rows, no_rows, sparse_rounds
 from hvdcomp.wire import decode_frames, encode_frame
@@ -229,7 +229,8 @@ class BucketRun:
                 self._acc[number] = self._acc[number] / self.context.scale
             if not self.context.check_finite:
                 return True
-            norm_sq = float(squared_norm(self._acc[number]))
+            unit.moments = moments_in_passing(self._acc[number])
+            norm_sq = float(squared_norm(self._acc[number])) if unit.moments is None else unit.moments.total_sq
             finite = math.isfinite(norm_sq) or bool(torch.isfinite(self._acc[number]).all())
             done = Accumulated(finite, norm_sq / self.context.scale**2, norm_sq)
         self._sums[number] = done
@@ -282,7 +283,8 @@ class BucketRun:
             return Fused(kind, self._frame(payloads), numbers, owned=True)
         tensors = [_tensor_of(request) for request in requests]
         if kind == "alltoall":
-            return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
+            joined = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0]
+            return Fused(kind, joined, numbers, owned=len(tensors) > 1)
         first = requests[0]
         owned = len(tensors) > 1 or (isinstance(first, Allreduce) and first.in_place)
         flat = [tensor.reshape(-1) for tensor in tensors]

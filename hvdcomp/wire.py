@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdcomp import indices
 from hvdcomp.errors import WireError
-from hvdcomp.kernels import Collected, ascending_below
+from hvdcomp.kernels import Collected, ascending_below, checksum, empty
 
 VERSION = 2
 ALIGNMENT = 8
@@ -29,6 +29,7 @@ MAX_INDEX = 2**31 - 1
 _PAYLOAD = struct.Struct("<HBBIQfBBH")
 _FRAME = struct.Struct("<HBBIQq")
 _CHECKSUM_WORD = 2
+"""Holds :func:`checksum` of the others: a flipped bit changes it by an odd multiple of a power of two below 2^64."""
 _PAYLOAD_MAGIC = 0xC0DE
 _FRAME_MAGIC = 0xF2A3
 _NON_FINITE = 1
@@ -167,13 +168,16 @@ def encode_frame(payloads: Sequence[Tensor], finite: bool) -> Tensor:
     head = _FRAME.pack(_FRAME_MAGIC, VERSION, flags, len(lengths), total, 0) + struct.pack(
         f"<{len(lengths)}I", *lengths
     )
-    frame = torch.zeros(total, dtype=torch.uint8, device=payloads[0].device if payloads else None)
+    frame = empty(total, torch.uint8, payloads[0].device if payloads else torch.device("cpu"))
     frame[: len(head)] = _to_tensor(head, frame.device)
+    frame[len(head) : start] = 0
     for payload in payloads:
-        frame[start : start + payload.numel()] = payload
+        end = start + payload.numel()
+        frame[start:end] = payload
         start += _aligned(payload.numel())
+        frame[end:start] = 0
     words = frame.view(torch.int64)
-    words[_CHECKSUM_WORD] = _checksum(words)
+    words[_CHECKSUM_WORD] = checksum(words, _CHECKSUM_WORD)
     return frame
 
 
@@ -198,7 +202,7 @@ def _decode_frame(buffer: Tensor, worker: int, payloads: int) -> tuple[Frame, in
     if buffer.numel() < start:
         raise WireError(f"worker {worker}: {buffer.numel()} bytes are too few for the head of a frame ({start})")
     head = _to_bytes(buffer[:start])
-    magic, version, flags, count, total, checksum = _FRAME.unpack(head[: _FRAME.size])
+    magic, version, flags, count, total, expected = _FRAME.unpack(head[: _FRAME.size])
     if magic != _FRAME_MAGIC or version != VERSION or flags > _NON_FINITE:
         raise WireError(f"worker {worker}: not a frame of version {VERSION}: {magic:#x}, {version}, flags {flags}")
     if count != payloads:
@@ -206,23 +210,13 @@ def _decode_frame(buffer: Tensor, worker: int, payloads: int) -> tuple[Frame, in
     lengths = struct.unpack_from(f"<{count}I", head, _FRAME.size)
     if total != start + sum(map(_aligned, lengths)) or total > buffer.numel():
         raise WireError(f"worker {worker}: a frame of {total} bytes does not fit its payloads or the buffer")
-    if checksum != int(_checksum(buffer[:total].view(torch.int64))):
+    if expected != checksum(buffer[:total].view(torch.int64), _CHECKSUM_WORD):
         raise WireError(f"worker {worker}: the checksum of a frame of {total} bytes is wrong")
     parts = []
     for length in lengths:
         parts.append(buffer[start : start + length])
         start += _aligned(length)
     return Frame(parts, finite=flags == 0), total
-
-
-def _checksum(words: Tensor) -> Tensor:
-    """The sum of all words but the checksum's own, each times an odd number of its place, modulo 2^64.
-
-    A flipped bit changes it by an odd multiple of a power of two below 2^64, which is never zero.
-    """
-    weights = 2 * torch.arange(words.numel(), device=words.device) + 1
-    weights[_CHECKSUM_WORD] = 0
-    return (words * weights).sum()
 
 
 def _frame_start(payloads: int) -> int:

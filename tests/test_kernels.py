@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdcomp.kernels import Collected, add_mean_, largest, orthogonalise, squared_norm
+from hvdcomp import kernels
+from hvdcomp.kernels import (
+    Collected,
+    add_mean_,
+    advance,
+    checksum,
+    largest,
+    moments,
+    orthogonalise,
+    peak,
+    running,
+    squared_norm,
+)
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
 
@@ -127,3 +141,88 @@ def test_orthogonalise_stays_finite_for_zero_and_dependent_columns(matrix: torch
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_orthogonalise_of_a_non_finite_matrix_is_nan(bad: float) -> None:
     assert torch.isnan(orthogonalise(torch.tensor([[1.0, bad], [0.0, 1.0]]))).all()
+
+
+# -- passes over whole gradients
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+LENGTHS = [0, 1, 63, 64, 65, 255, 256, 257, 1000, 300_001]
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_moments_and_peak_are_those_of_float64(count: int, threads: int) -> None:
+    values = torch.randn(count)
+    exact, found = values.double(), moments(values)
+    assert found.count == count
+    assert found.total == pytest.approx(float(exact.sum()), abs=1e-5 * math.sqrt(count))
+    assert found.total_abs == pytest.approx(float(exact.abs().sum()), rel=1e-6)
+    assert found.total_sq == pytest.approx(float(exact.square().sum()), rel=1e-6)
+    assert found.largest == peak(values) == (float(values.abs().max()) if count else 0)
+
+
+def test_moments_do_not_depend_on_threads() -> None:
+    values, before = torch.randn(1_000_003), torch.get_num_threads()
+    found = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        found.append(moments(values))
+    torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 300, 999])
+def test_moments_tell_a_non_finite_element(bad: float, place: int) -> None:
+    values = torch.randn(1000)
+    values[place] = bad
+    assert not math.isfinite(moments(values).total_sq)
+    assert not math.isfinite(peak(values))
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_advance_is_what_the_torch_operations_make(
+    count: int, nesterov: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    u, v, gradient = (torch.randn(count) for _ in range(3))
+    copies = [tensor.clone() for tensor in (u, v, gradient)]
+    ours, theirs = ((torch.empty(count), torch.empty(count)) for _ in range(2))
+    top = advance(u, v, gradient, 0.9, nesterov, ours, count // 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_is_compiled", lambda values: False)
+        assert advance(u, v, gradient, 0.9, nesterov, theirs, count // 100) is None
+    assert all(torch.allclose(a, b, atol=2e-6) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((u, v, gradient), copies, strict=True))
+    assert (top is not None) == (count > 100_000)
+    if top is not None:
+        expected = (ours[1].abs() >= top.bound).nonzero().flatten()
+        assert top.found.positions.tolist() == expected.tolist()
+        assert torch.equal(top.found.values, ours[1][expected])
+        assert count // 100 <= expected.numel() <= count // 30
+
+
+@pytest.mark.parametrize("count", [3, 4, 64, 1001])
+def test_checksums_are_the_weighted_sum_modulo_2_to_the_64(count: int) -> None:
+    words = torch.randint(-(2**63), 2**63 - 1, (count,))
+    exact = sum(int(word) * (2 * i + 1) for i, word in enumerate(words) if i != 2) % 2**64
+    assert checksum(words, 2) % 2**64 == exact
+    assert torch.tensor([checksum(words, 2)]).item() == checksum(words, 2)  # it fits into an int64
+
+
+@pytest.mark.parametrize("numel", [0, 1, 100, 70_000, 1_000_001])
+@pytest.mark.parametrize("step", [64, 7, 512, 10**9])
+def test_ranges_and_segments_cover_all_once(numel: int, step: int, threads: int) -> None:
+    for bounds in (running.ranges(numel, step), running.segments(numel)):
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == numel
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+    assert all(start % step == 0 for start, _ in running.ranges(numel, step))
+    assert len(running.ranges(numel, step)) <= threads

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ from hvdcomp.compressors.quantised import Deterministic
 from hvdcomp.compressors.requests import Unit, Volume
 from hvdcomp.compressors.stochastic import Stochastic
 from hvdcomp.errors import WireError
+from hvdcomp.kernels import codes
 from hvdcomp.kernels.codes import add_levels_, add_lookup_, codes_nbytes, pack_codes, unpack_codes
 from hvdcomp.simulation import World
+
+T = TypeVar("T")
 
 METHODS: list[Compressor] = [
     *(create(name) for name in ("signsgd", "signum", "efsignsgd", "onebit", "int8", "qsgd", "terngrad", "natural")),
@@ -53,32 +57,215 @@ def step(method: Compressor | str, *tensors: Tensor, **parameters: Any) -> Tenso
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 8, 9, 17, 1000])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_codes_come_back_packed_least_significant_first(count: int, width: int) -> None:
-    codes = torch.randint(0, 2**width, (count,), dtype=torch.uint8)
-    packed = pack_codes(codes, width)
+    given = torch.randint(0, 2**width, (count,), dtype=torch.uint8)
+    packed = pack_codes(given, width)
     assert packed.numel() == codes_nbytes(count, width)
-    assert torch.equal(unpack_codes(packed, count, width), codes)
+    assert torch.equal(unpack_codes(packed, count, width), given)
     as_number = sum(int(byte) << 8 * place for place, byte in enumerate(packed))
-    assert as_number == sum(int(code) << width * place for place, code in enumerate(codes))
+    assert as_number == sum(int(code) << width * place for place, code in enumerate(given))
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 2**20 + 3])
+# -- the compiled loops against the torch operations
+
+LENGTHS = [0, 1, 63, 64, 65, 127, 255, 256, 257, 1000, 70_001]
+"""Around whole blocks, and one that several threads share."""
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def spread(count: int) -> Tensor:
+    """Values of many magnitudes, some of them zero, negative zero, or subnormal."""
+    values = torch.randn(count) * torch.exp2(torch.randint(-12, 12, (count,)))
+    for step, special in ((7, 0.0), (11, -0.0), (13, 1e-40), (17, -1e-45)):
+        values[step::step] = special
+    return values
+
+
+def with_torch(monkeypatch: pytest.MonkeyPatch, run: Callable[[], T]) -> T:
+    """What the torch operations make of it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(codes, "is_compiled", lambda values: False)
+        return run()
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_signs_are_packed_alike_and_their_sums_agree(count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = spread(count)
+    ours, theirs = (torch.full((codes_nbytes(count, 1) + 3,), 77, dtype=torch.uint8) for _ in range(2))
+    sides = codes.pack_sides(values, ours[1:-2])
+    expected = with_torch(monkeypatch, lambda: codes.pack_sides(values, theirs[1:-2]))
+    assert torch.equal(ours, theirs)
+    assert (sides.upper, sides.lower) == (expected.upper, expected.lower)
+    assert sides.upper_sum == pytest.approx(expected.upper_sum, rel=1e-12)
+    assert sides.lower_sum == pytest.approx(expected.lower_sum, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("scale", [1e-38, 1.0, 3e38])
+def test_steps_are_rounded_alike(count: int, scale: float, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = (torch.rand(count) * 2 - 1) * scale
+    ours, theirs = (torch.full((count + 3,), 77, dtype=torch.uint8) for _ in range(2))
+    ends = codes.round_steps(values, ours[1:-2])
+    assert ends == with_torch(monkeypatch, lambda: codes.round_steps(values, theirs[1:-2]))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("width", [1, 2, 8])
-def test_compiled_and_torch_lookups_add_the_same(count: int, width: int) -> None:
-    codes, table = torch.randint(0, 2**width, (count,), dtype=torch.uint8), torch.randn(2**width)
-    for dtype in (torch.float32, torch.float64):
-        out = torch.ones(count, dtype=dtype)
-        add_lookup_(out, pack_codes(codes, width), width, table)
-        assert torch.equal(out, 1 + table.to(dtype)[codes.long()])
+def test_lookups_add_alike(count: int, width: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(0, 256, (codes_nbytes(count, width) + 1,), dtype=torch.uint8)[1:]
+    table, ours = torch.randn(2**width), torch.randn(count)
+    theirs = ours.clone()
+    add_lookup_(ours, data, width, table)
+    with_torch(monkeypatch, lambda: add_lookup_(theirs, data, width, table))
+    assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 2**20 + 700])
-def test_compiled_and_torch_levels_add_the_same(count: int) -> None:
-    levels, scales = torch.randint(-127, 128, (count,), dtype=torch.int8), torch.randn(-(-count // 512))
-    for dtype in (torch.float32, torch.float64):
-        out = torch.ones(count, dtype=dtype)
-        add_levels_(out, levels, scales.to(dtype), 512)
-        expected = 1 + levels.to(dtype) * scales.to(dtype).repeat_interleave(512)[:count]
-        assert torch.allclose(out, expected, rtol=1e-6)
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("bucket", [1, 7, 64, 100, 512, 100_000])
+def test_levels_add_alike(count: int, bucket: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels, scales = torch.randint(-127, 128, (count,), dtype=torch.int8), torch.randn(-(-count // bucket))
+    ours = torch.randn(count)
+    theirs = ours.clone()
+    add_levels_(ours, levels, scales, bucket)
+    with_torch(monkeypatch, lambda: add_levels_(theirs, levels, scales, bucket))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("out", [None, 3.0])
+def test_momenta_blend_alike(count: int, out: float | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, gradient = torch.randn(count), torch.randn(count)
+    target = None if out is None else torch.full((count,), out)
+    ours = codes.blended(old, gradient, 0.9, target)
+    assert target is None or ours is target
+    assert torch.allclose(ours, with_torch(monkeypatch, lambda: codes.blended(old, gradient, 0.9, None)), atol=1e-6)
+
+
+# -- random numbers
+
+
+def splitmix64(seed: int, first: int, count: int) -> np.ndarray:
+    """Steele, Lea and Flood 2014, from number ``first`` on."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(seed) + np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def drawn(key: int, count: int, bucket: int) -> np.ndarray:
+    """The 32 random bits of each element, as int64; blocks of 64 begin anew with each bucket."""
+    found = np.empty(count, dtype=np.int64)
+    for begin in range(0, count, bucket):
+        end = min(begin + bucket, count)
+        for start in range(begin, end, 64):
+            found[start : min(start + 64, end)] = splitmix64(key, start, 32).view(np.uint32)[: min(64, end - start)]
+    return found
+
+
+def test_the_reference_is_splitmix64() -> None:
+    """The first numbers of seed 1234567, as printed by the published C code."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert splitmix64(1234567, 0, 4).tolist() == expected
+
+
+KEY = 0xFEDCBA9876543210
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_ternary_codes_are_those_of_the_random_numbers(count: int, threads: int) -> None:
+    values = spread(count)
+    limit = float(values.abs().max()) / 2 if count else 0.0
+    out = torch.full((codes_nbytes(count, 2) + 3,), 77, dtype=torch.uint8)
+    codes.round_ternary(values, limit, 1.5 * limit, KEY, out[1:-2])
+    shares = np.minimum(np.abs(values.numpy()), np.float32(limit)) / np.float32(1.5 * limit or 1)
+    kept = ((shares * np.float32(2**30)).astype(np.int64) + (drawn(KEY, count, count or 1) >> 2)) >> 30
+    expected = kept * np.where(values.numpy() < 0, 2, 1)
+    assert unpack_codes(out[1:-2], count, 2).tolist() == expected.tolist()
+    assert out[[0, -2, -1]].tolist() == [77] * 3
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("bucket", [3, 64, 100, 512])
+def test_levels_are_those_of_the_random_numbers(
+    count: int, bucket: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = spread(count)
+    norms, exact = torch.empty(-(-count // bucket)), torch.empty(-(-count // bucket))
+    out = torch.empty(count, dtype=torch.uint8)
+    codes.round_levels(values, 127, bucket, KEY, norms, out)
+    with_torch(monkeypatch, lambda: codes.round_levels(values, 127, bucket, KEY, exact, out.clone()))
+    assert torch.allclose(norms, exact, rtol=1e-5, atol=1e-44)
+    divisors = torch.where(norms > 0, norms, 1).repeat_interleave(bucket)[:count].numpy()
+    scaled = np.minimum(np.abs(values.numpy()) / divisors, np.float32(1)) * np.float32(127)
+    levels = ((scaled * np.float32(2**24)).astype(np.int64) + (drawn(KEY, count, bucket) >> 8)) >> 24
+    assert out.view(torch.int8).tolist() == (levels * np.where(values.numpy() < 0, -1, 1)).tolist()
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_powers_are_those_of_the_random_numbers(count: int, threads: int) -> None:
+    """Of normal numbers 23 random bits are added to the mantissa: the carry is the rounding."""
+    values = torch.randn(count) + 1e-30
+    out = torch.full((count + 3,), 77, dtype=torch.uint8)
+    codes.round_powers(values, 4, KEY, out[1:-2])
+    bits = (values.numpy().view(np.int32) & 0x7FFFFFFF).astype(np.int64)
+    powers = ((bits + (drawn(KEY, count, count or 1) >> 9)) >> 23) - 127
+    assert out[1:-2].tolist() == (4 - powers + 128 * (values.numpy() < 0)).tolist()
+    assert out[[0, -2, -1]].tolist() == [77] * 3
+
+
+@each(STOCHASTIC)
+def test_payloads_do_not_depend_on_threads(method: Stochastic) -> None:
+    values, before = torch.randn(300_001), torch.get_num_threads()
+    payloads = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        payloads.append(method.encode(values, Unit("w", values.shape)))
+    torch.set_num_threads(before)
+    assert torch.equal(payloads[0], payloads[1])
+    assert torch.equal(payloads[0], payloads[2])
+
+
+@pytest.mark.parametrize("peak", [1e-45, 1e-42, 1.2e-38, 1e-20, 1.0, 1.9, 2.0**64, 3.4e38])
+def test_natural_sends_a_neighbouring_power_of_every_magnitude(peak: float) -> None:
+    """Every float32 has the powers of two next to it, and what is below the least that, or zero."""
+    values = torch.randint(0, 2**31, (50_000,), dtype=torch.int32).view(torch.float32)
+    values = torch.cat([values[values <= peak], torch.tensor([peak, 0.0])])
+    sent = draws(Natural(), torch.cat([values, -values]), 1)[0].double()
+    exact = values.double()
+    least = 2.0 ** (math.frexp(peak)[1] - 126) if peak < 2.0**127 else 2.0
+    lower = torch.where(exact >= least, torch.exp2(torch.frexp(exact)[1] - 1.0), 0.0)
+    upper = torch.where(exact >= least, 2 * lower, least).clamp(max=2.0**127)
+    for part, sign in ((sent[: values.numel()], 1), (sent[values.numel() :], -1)):
+        part = part * sign
+        assert ((part == lower) | (part == upper.float().double())).all()
+
+
+@pytest.mark.parametrize("peak", [1e-42, 1e-38, 1.0, 1e38, 1.7e38])
+@pytest.mark.parametrize("share", [0.9, 0.3, 1e-3, 1e-5])
+@each([TernGrad(clip=None), TernGrad(clip=None, shared_scale=True), Natural(), QSGD(bucket=400_000), QSGD(4, 400_000)])
+def test_every_magnitude_is_unbiased(method: Stochastic, share: float, peak: float) -> None:
+    """Many elements alike beside the largest: rounding p steps of s has a variance of (p - p^2) s^2, p s^2 at most."""
+    values = torch.full((400_000,), peak * share)
+    values[::2] *= -1
+    values[0] = peak
+    (sent,) = draws(method, values, 1).double()
+    magnitude = float(values[1].double())
+    step_size, lost = peak, 1e-45
+    if isinstance(method, QSGD):
+        step_size = float(values.double().norm()) / method.levels
+        lost *= method.levels  # of norm / levels, if that is subnormal
+    elif isinstance(method, Natural):
+        step_size = max(magnitude, 2.0 ** (math.frexp(peak)[1] - 126))
+    mean = float((sent * values.sign())[1:].mean())
+    assert abs(mean - magnitude) <= 5 * math.sqrt(magnitude * step_size / 400_000) + 1e-6 * magnitude + lost
 
 
 # -- bytes
@@ -182,7 +369,8 @@ def test_signum_without_momentum_is_signsgd() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_skipped_step_leaves_signums_momentum(bad: float) -> None:
     made = World(2, "signum")
-    made.step([{"w": Y}, {"w": -Y}])
+    for _ in range(3):  # from the third on a momentum is built in the memory of an older one
+        made.step([{"w": Y}, {"w": -Y}])
     before = [momentum_of(made, worker).clone() for worker in (0, 1)]
     made.step([{"w": Y}, {"w": torch.tensor([1.0, bad, 1.0, 1.0])}])
     assert made.skipped

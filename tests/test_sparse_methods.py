@@ -569,6 +569,20 @@ def test_a_nan_never_enters_dgcs_velocity_or_momentum(bad: float, nesterov: bool
     assert torch.isfinite(world.step([{"w": good}] * 2)[0]["w"]).all()
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dgc_takes_its_tail_from_the_pass_that_makes_v(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent and kept is the same where every element of v is looked at again."""
+    world, again = (World(2, "dgc", cf=100, momentum=0.9, nesterov=nesterov) for _ in range(2))
+    for _ in range(4):
+        grads = [{"w": torch.randn(300, 200)} for _ in range(2)]
+        mean = world.step(grads)[0]["w"]
+        with monkeypatch.context() as patch:
+            patch.setattr("hvdcomp.compressors.dgc.tail_of", lambda values, least, unit, level: tail(values, least))
+            assert torch.equal(again.step(grads)[0]["w"], mean)
+        assert all(torch.equal(t, dgc_state(again)[key]) for key, t in dgc_state(world).items())
+        assert 0.8 * 600 <= mean.count_nonzero() <= 2 * 1.3 * 600
+
+
 def test_dgc_selects_within_its_band() -> None:
     for values in (torch.randn(50_000), torch.from_numpy(np.random.default_rng(0).standard_t(3, 50_000)).float()):
         for k in (50, 500, 5000):

@@ -21,7 +21,7 @@ class BF16(Compressor):
     default_exclude: ClassVar[tuple[str, ...]] = ()
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
-        return (yield from bfloat16_rounds(self.compress(acc)[0], unit))
+        return (yield from bfloat16_rounds(acc, unit))
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
         part = -(-torch.Size(shape).numel() // workers)

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Dense, Rounds, Unit
 from hvdcomp.errors import WireError
+from hvdcomp.kernels import empty
+
+_PIECE = 65536
+"""Elements of each worker that are summed at a time."""
 
 
 def dense_rounds(tensor: Tensor, unit: Unit, in_place: bool = False) -> Rounds:
@@ -18,16 +22,19 @@ def dense_rounds(tensor: Tensor, unit: Unit, in_place: bool = False) -> Rounds:
 
 
 def bfloat16_rounds(tensor: Tensor, unit: Unit) -> Rounds:
-    """The mean of a bfloat16 tensor: alltoall, a float32 sum of this worker's part, allgather of the parts.
+    """The mean of a tensor as bfloat16: alltoall, a float32 sum of this worker's part, allgather of the parts.
 
     It moves as many bytes as a ring allreduce would; the mean is float32 values that bfloat16 can hold.
     """
     part = -(-tensor.numel() // unit.workers)
-    padded = tensor.new_zeros(unit.workers * part)
+    padded = empty(unit.workers * part, torch.bfloat16, tensor.device)
     padded[: tensor.numel()] = tensor.reshape(-1)
+    padded[tensor.numel() :] = 0
     received = yield Alltoall(padded.view(torch.int16).view(unit.workers, part))
-    mean = received.view(torch.bfloat16).float().mean(dim=0).to(torch.bfloat16)
+    pieces = received.view(torch.bfloat16).split(_PIECE, dim=1)  # small ones, whose sums stay in the cache
+    mean = torch.cat([piece.float().mean(dim=0).to(torch.bfloat16) for piece in pieces])
     parts = yield Allgather(mean.view(torch.uint8))
     if any(part.numel() != mean.nbytes for part in parts):
         raise WireError(f"parts of {[part.numel() for part in parts]} bytes, expected {mean.nbytes} from every worker")
-    return Dense(torch.cat(parts).view(torch.bfloat16)[: tensor.numel()])
+    whole = torch.cat(parts, out=empty(padded.nbytes, torch.uint8, tensor.device))
+    return Dense(whole.view(torch.bfloat16)[: tensor.numel()])

@@ -11,9 +11,9 @@ from torch import Tensor
 from hvdcomp.checks import check_number
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.none import NoCompression
-from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Sparse, Unit
+from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Sparse, Unit, keep_spare, spare
 from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements, limited, tail_of
-from hvdcomp.kernels import Collected, clear_, largest, squared_norm
+from hvdcomp.kernels import Collected, advance, clear_, empty, largest, squared_norm
 
 BAND = (0.8, 1.3)
 """Elements that reach the sampled threshold / k, between which it is not corrected."""
@@ -84,11 +84,7 @@ class DGC(GatheredSparsifier):
         dense = cf == 1 or acc.numel() == 0
         if dense and "own.v" not in unit.state:
             return (yield from self.momentum_after(gradient, unit))
-        u = self._next_u(unit.state.get("own.u", unit.state.get("u")), gradient, unit, _spare(unit, "own.u"))
-        v = unit.state.get("own.v")
-        v = u.clone() if v is None else torch.add(v, u, out=_spare(unit, "own.v"))
-        if self._nesterov(unit):
-            v.add_(gradient)
+        u, v = self._advanced(gradient, unit, cf)
         if dense:  # the factor fell to 1: all that was left behind is sent, and u masked with it
             unit.spare = {}
             everything = Dense((yield Allreduce(v)))
@@ -99,7 +95,7 @@ class DGC(GatheredSparsifier):
         assert isinstance(outcome, Sparse)
         outcome.settle_(v)
         clear_(u, outcome.contributions[outcome.own].positions)
-        unit.spare = unit.state if v.device.type == "cpu" else {}  # elsewhere memory is cached, and better not held
+        keep_spare(unit, v)
         outcome.state = {"own.u": u, "own.v": v}
         return outcome
 
@@ -107,7 +103,9 @@ class DGC(GatheredSparsifier):
         """The dense path: the mean gradient, then momentum, alike on all workers."""
         mean = yield Allreduce(gradient)
         mean = mean.view(-1)
-        u = self._next_u(unit.state.get("u"), mean, unit)
+        u, momentum = unit.state.get("u"), self._momentum(unit)
+        u = torch.zeros_like(mean) if u is None else u
+        u = (u + mean) * momentum if self._nesterov(unit) else torch.add(mean, u, alpha=momentum)
         outcome = Dense(u + mean if self._nesterov(unit) else u)
         outcome.state = {"u": u}
         return outcome
@@ -150,12 +148,20 @@ class DGC(GatheredSparsifier):
     def _nesterov(self, unit: Unit) -> bool:
         return unit.hyper.nesterov if self.nesterov is None else self.nesterov
 
-    def _next_u(self, u: Tensor | None, gradient: Tensor, unit: Unit, out: Tensor | None = None) -> Tensor:
-        momentum = unit.hyper.momentum if self.momentum is None else self.momentum
-        u = torch.zeros_like(gradient) if u is None else u
-        if self._nesterov(unit):
-            return torch.add(u, gradient, out=out).mul_(momentum)
-        return torch.add(gradient, u, alpha=momentum, out=out)
+    def _momentum(self, unit: Unit) -> float:
+        return unit.hyper.momentum if self.momentum is None else self.momentum
+
+    def _advanced(self, gradient: Tensor, unit: Unit, cf: float) -> tuple[Tensor, Tensor]:
+        """The next u and v; the largest elements of v become the unit's tail."""
+        old = {"own.u": unit.state.get("own.u", unit.state.get("u")), "own.v": unit.state.get("own.v")}
+        u, v = (torch.zeros_like(gradient) if tensor is None else tensor for tensor in old.values())
+        made = [spare(unit, name) for name in old]
+        next_u, next_v = (
+            empty(gradient.numel(), gradient.dtype, gradient.device) if tensor is None else tensor for tensor in made
+        )
+        wanted = 0 if cf == 1 else self.searched(kept_elements(gradient.numel(), cf))
+        unit.tail = advance(u, v, gradient, self._momentum(unit), self._nesterov(unit), (next_u, next_v), wanted)
+        return next_u, next_v
 
 
 class MomentumAfter(NoCompression):
@@ -172,12 +178,6 @@ class MomentumAfter(NoCompression):
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         return (yield from self.dgc.momentum_after(self.dgc._clipped(acc, unit), unit))
-
-
-def _spare(unit: Unit, name: str) -> Tensor | None:
-    """Memory for the next state, whose first touch costs more than the arithmetic; None after an aborted step."""
-    spare = unit.spare.get(name)
-    return None if spare is unit.state.get(name) else spare
 
 
 def sampled_threshold(values: Tensor, k: int) -> float:

@@ -7,11 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.compressors.quantised import Deterministic, join, split
+from hvdcomp.compressors.quantised import Deterministic, blank, split
 from hvdcomp.compressors.requests import Unit
-from hvdcomp.kernels.codes import add_lookup_
-
-_STEPS = 255
+from hvdcomp.kernels.codes import STEPS, add_lookup_, round_steps
 
 
 class Int8(Deterministic):
@@ -36,15 +34,13 @@ class Int8(Deterministic):
         return 2 * itemsize + numel
 
     def encode(self, values: Tensor, unit: Unit) -> Tensor:
-        low, high = (float(x) for x in values.aminmax()) if values.numel() else (0.0, 0.0)
-        half = 0.5 if high / 2 - low / 2 > torch.finfo(values.dtype).max / 4 else 1.0  # max - min may overflow
-        span = high * half - low * half
-        steps = (values * half - low * half).div_(span if span > 0 else 1.0).mul_(_STEPS)
-        return join([low, high], steps.round_().clamp_(0, _STEPS).to(torch.uint8), values.dtype)
+        payload, ends, codes = blank(2, values.numel(), values)
+        ends[0], ends[1] = round_steps(values, codes)
+        return payload
 
     def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
         ends, codes = split(payload, 2, out.dtype)
-        part = torch.arange(_STEPS + 1, dtype=torch.float64, device=ends.device) / _STEPS
+        part = torch.arange(STEPS + 1, dtype=torch.float64, device=ends.device) / STEPS
         add_lookup_(out, codes, 8, weight * (ends[0] * (1 - part) + ends[1] * part))
 
     def largest(self, payload: Tensor, dtype: torch.dtype) -> float:

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.compressors.quantised import join, split
+from hvdcomp.compressors.quantised import blank, split
 from hvdcomp.compressors.requests import Unit
 from hvdcomp.compressors.stochastic import Stochastic
-from hvdcomp.kernels.codes import add_lookup_
+from hvdcomp.kernels import peak
+from hvdcomp.kernels.codes import add_lookup_, round_powers
 
 _ZERO = 127
 """The code of zero; 0 to 126 are powers of two, counted down from the tensor's largest, and bit 7 is the sign."""
@@ -35,16 +36,11 @@ class Natural(Stochastic):
         return itemsize + numel
 
     def encode(self, values: Tensor, unit: Unit) -> Tensor:
-        magnitudes = values.abs()
-        top = _top(float(magnitudes.max()) if values.numel() else 0.0, values.dtype)
-        lowest = top - _ZERO + 1
-        mantissas, exponents = torch.frexp(magnitudes)  # magnitude = mantissa * 2^exponent, mantissa in [1/2, 1)
-        below = (exponents - 1 < lowest) | (magnitudes == 0)  # frexp(0) is (0, 0)
-        up = torch.where(below, torch.ldexp(mantissas, (exponents - lowest).clamp(max=0)), 2 * mantissas - 1)
-        rounded_up = self.uniform(values, unit) < up
-        powers = torch.where(below, lowest - 1, exponents - 1).add_(rounded_up).clamp_(max=top)
-        codes = (top - powers).clamp_(0, _ZERO) + 128 * (values < 0)
-        return join([top], codes.to(torch.uint8), values.dtype)
+        payload, header, codes = blank(1, values.numel(), values)
+        top = _top(peak(values) if unit.moments is None else unit.moments.largest, values.dtype)
+        round_powers(values, top, self.key(unit), codes)
+        header.fill_(top)
+        return payload
 
     def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
         top, codes = split(payload, 1, out.dtype)
@@ -53,7 +49,7 @@ class Natural(Stochastic):
         add_lookup_(out, codes, 8, weight * torch.cat([positive, -positive]))
 
 
-def _top(peak: float, dtype: torch.dtype) -> int:
-    """The exponent of the largest power of two that a tensor with this peak may be rounded to."""
+def _top(magnitude: float, dtype: torch.dtype) -> int:
+    """The exponent of the largest power of two that a tensor of this largest magnitude may be rounded to."""
     largest = math.frexp(torch.finfo(dtype).max)[1] - 1
-    return min(math.frexp(peak)[1], largest) if math.isfinite(peak) else 0
+    return min(math.frexp(magnitude)[1], largest) if math.isfinite(magnitude) else 0

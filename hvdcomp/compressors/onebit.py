@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.compressors.quantised import Deterministic, as_sent, join, split
+from hvdcomp.compressors.quantised import Deterministic, as_sent, blank, split
 from hvdcomp.compressors.requests import Unit
-from hvdcomp.kernels.codes import add_lookup_, codes_nbytes, pack_codes
+from hvdcomp.kernels.codes import add_lookup_, codes_nbytes, pack_sides
 
 
 class EFSignSGD(Deterministic):
@@ -27,7 +27,10 @@ class EFSignSGD(Deterministic):
         return itemsize + codes_nbytes(numel, 1)
 
     def encode(self, values: Tensor, unit: Unit) -> Tensor:
-        return join([_mean(values.abs(), values.numel())], pack_codes(values >= 0, 1), values.dtype)
+        payload, header, signs = blank(1, codes_nbytes(values.numel(), 1), values)
+        sides = pack_sides(values, signs)
+        header.fill_(_mean(sides.upper_sum - sides.lower_sum, values.numel(), values.dtype))
+        return payload
 
     def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
         scale, signs = split(payload, 1, out.dtype)
@@ -52,10 +55,11 @@ class OneBit(Deterministic):
         return 2 * itemsize + codes_nbytes(numel, 1)
 
     def encode(self, values: Tensor, unit: Unit) -> Tensor:
-        upper = values >= 0
-        count = int(upper.sum())
-        means = [_mean(values.clamp(max=0), values.numel() - count), _mean(values.clamp(min=0), count)]
-        return join(means, pack_codes(upper, 1), values.dtype)
+        payload, means, signs = blank(2, codes_nbytes(values.numel(), 1), values)
+        sides = pack_sides(values, signs)
+        means[0] = _mean(sides.lower_sum, sides.lower, values.dtype)
+        means[1] = _mean(sides.upper_sum, sides.upper, values.dtype)
+        return payload
 
     def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
         means, sides = split(payload, 2, out.dtype)
@@ -65,6 +69,6 @@ class OneBit(Deterministic):
         return float(split(payload, 2, dtype)[0].abs().max())
 
 
-def _mean(values: Tensor, count: int) -> float:
-    """The sum over ``count``, 0 of none; float32 is summed in float64, which cannot overflow."""
-    return as_sent(float(values.sum(dtype=torch.float64)) / max(count, 1), values.dtype)
+def _mean(total: float, count: int, dtype: torch.dtype) -> float:
+    """The sum over ``count``, 0 of none, as the header holds it."""
+    return as_sent(total / max(count, 1), dtype)

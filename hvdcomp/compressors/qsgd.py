@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from hvdcomp.checks import check_count
-from hvdcomp.compressors.quantised import join, split
+from hvdcomp.compressors.quantised import blank, split
 from hvdcomp.compressors.requests import Unit
 from hvdcomp.compressors.stochastic import Stochastic
-from hvdcomp.kernels.codes import add_levels_
+from hvdcomp.kernels.codes import add_levels_, round_levels
 
 _LARGEST_LEVEL = 127
-_MARGIN = 1e-6
-"""Keeps level * (norm / levels) of the largest norm within its type."""
 
 
 class QSGD(Stochastic):
@@ -44,12 +42,9 @@ class QSGD(Stochastic):
         return itemsize * self._buckets(numel) + numel
 
     def encode(self, values: Tensor, unit: Unit) -> Tensor:
-        padding = self._buckets(values.numel()) * self.bucket - values.numel()
-        magnitudes = torch.nn.functional.pad(values.abs(), (0, padding)).view(-1, self.bucket)
-        norms = _norms(magnitudes)
-        relative = magnitudes.div_(torch.where(norms > 0, norms, 1).unsqueeze(1)).view(-1)[: values.numel()]
-        levels = self.round_(relative.clamp_(max=1).mul_(self.levels), unit)
-        return join(norms, levels.copysign_(values).to(torch.int8), values.dtype)
+        payload, norms, levels = blank(self._buckets(values.numel()), values.numel(), values)
+        round_levels(values, self.levels, self.bucket, self.key(unit), norms, levels)
+        return payload
 
     def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
         norms, levels = split(payload, self._buckets(out.numel()), out.dtype)
@@ -57,11 +52,3 @@ class QSGD(Stochastic):
 
     def _buckets(self, numel: int) -> int:
         return -(-numel // self.bucket)
-
-
-def _norms(magnitudes: Tensor) -> Tensor:
-    """The 2-norm of each row, by way of its largest element, so that no square leaves the type's range."""
-    peaks = magnitudes.amax(dim=1)
-    relative = (magnitudes / torch.where(peaks > 0, peaks, 1).unsqueeze(1)).norm(dim=1)
-    largest = torch.finfo(magnitudes.dtype).max * (1 - _MARGIN)
-    return torch.where(peaks < largest / relative, peaks * relative, largest)  # a zero row: 0 < inf

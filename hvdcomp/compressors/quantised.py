@@ -17,6 +17,7 @@ from torch import Tensor
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.requests import Allgather, Reduced, Rounds, Unit, Volume
 from hvdcomp.errors import WireError
+from hvdcomp.kernels.running import empty
 
 _ROUNDING = 1e-5
 """How far below a type's largest number a mean must stay, so that rounding the sum cannot carry it beyond."""
@@ -117,10 +118,12 @@ def check_lengths(payloads: Sequence[Tensor], nbytes: int, what: str) -> list[Te
     return list(payloads)
 
 
-def join(header: Sequence[float] | Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """A payload: the header's numbers as ``dtype``, then the codes' bytes."""
-    head = torch.as_tensor(header, dtype=dtype, device=codes.device)
-    return torch.cat([head.view(torch.uint8), codes.view(torch.uint8)])
+def blank(count: int, nbytes: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A payload to be written, and views of it: its header's ``count`` numbers, of the type and on the device of
+    ``like``, and its ``nbytes`` bytes of codes."""
+    split = count * like.dtype.itemsize
+    payload = empty(split + nbytes, torch.uint8, like.device)
+    return payload, payload[:split].view(like.dtype), payload[split:]
 
 
 def split(payload: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

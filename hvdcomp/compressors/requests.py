@@ -120,6 +120,20 @@ class Unit:
         return self.shape.numel()
 
 
+def spare(unit: Unit, name: str) -> Tensor | None:
+    """Memory for the next state, whose first touch costs more than the arithmetic; None after an aborted step."""
+    found = unit.spare.get(name)
+    return None if found is unit.state.get(name) else found
+
+
+def keep_spare(unit: Unit, acc: Tensor) -> None:
+    """Let the next step build its state in the memory of this one's, once that is replaced.
+
+    On a CPU only: elsewhere memory is cached, and better not held.
+    """
+    unit.spare = unit.state if acc.device.type == "cpu" else {}
+
+
 class Reduced(ABC):
     """The outcome of a unit's rounds: the mean over workers, and this worker's own share of it."""
 

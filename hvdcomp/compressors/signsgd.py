@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hvdcomp.checks import check_number
-from hvdcomp.compressors.quantised import Deterministic, Gathered, Quantised
-from hvdcomp.compressors.requests import Allgather, Rounds, Unit
-from hvdcomp.kernels.codes import add_lookup_, codes_nbytes, pack_codes
+from hvdcomp.compressors.quantised import Deterministic, Gathered, Quantised, blank
+from hvdcomp.compressors.requests import Allgather, Rounds, Unit, keep_spare, spare
+from hvdcomp.kernels.codes import add_lookup_, blended, codes_nbytes, pack_signs
 
 _SIGNS = torch.tensor([-1.0, 1.0])
 
@@ -35,7 +35,9 @@ class _Signs(Quantised):
         return codes_nbytes(numel, 1)
 
     def encode(self, values: Tensor, unit: Unit) -> Tensor:
-        return pack_codes(values >= 0, 1)
+        payload, _, signs = blank(0, codes_nbytes(values.numel(), 1), values)
+        pack_signs(values, signs)
+        return payload
 
     def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
         add_lookup_(out, payload, 1, weight * _SIGNS)
@@ -60,7 +62,8 @@ class Signum(_Signs):
     """The majority's sign of each worker's momentum, m = momentum * m + (1 - momentum) * gradient.
 
     The momentum is the worker's own and changes with a committed step only. The wrapped optimizer should have none. As
-    in signSGD a zero is sent as +1, nothing is kept of what was not sent, and every tensor is compressed.
+    in signSGD a zero is sent as +1, nothing is kept of what was not sent, and every tensor is compressed. On a CPU the
+    momentum is held twice, as it is and as it was a step before.
 
     Args:
         momentum: weight of the past, 0 (signSGD) <= momentum < 1.
@@ -78,9 +81,8 @@ class Signum(_Signs):
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         before = unit.state.get("own.momentum")
-        momentum = acc * (1 - self.momentum)
-        if before is not None:
-            momentum.add_(before.to(acc), alpha=self.momentum)
+        momentum = blended(before, acc, self.momentum, spare(unit, "own.momentum"))
         payloads = yield Allgather(self.encode(momentum, unit))
         received = self.checked(payloads, unit.numel, acc.dtype)
+        keep_spare(unit, acc)
         return Vote(self, received, unit.worker, acc.dtype, state={"own.momentum": momentum})

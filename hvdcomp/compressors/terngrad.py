@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hvdcomp.checks import check_number
-from hvdcomp.compressors.quantised import Gathered, as_sent, check_lengths, join, split
+from hvdcomp.compressors.quantised import Gathered, as_sent, blank, check_lengths, split
 from hvdcomp.compressors.requests import Allgather, Rounds, Unit, Volume
 from hvdcomp.compressors.stochastic import Stochastic
 from hvdcomp.errors import WireError
-from hvdcomp.kernels import squared_norm
-from hvdcomp.kernels.codes import add_lookup_, codes_nbytes, pack_codes
+from hvdcomp.kernels import Moments, moments_in_passing, peak, squared_norm
+from hvdcomp.kernels.codes import add_lookup_, codes_nbytes, round_ternary
 
 _TERNARY = torch.tensor([0.0, 1.0, -1.0, 0.0])
 """What the codes 0, 1 and 2 stand for; 3 is refused."""
@@ -59,19 +59,24 @@ class TernGrad(Stochastic):
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         if not self.shared_scale:
             return (yield from super().rounds(acc, unit))
-        own = self.scale_of(acc)
-        scales = yield Allgather(join([own], acc.new_empty(0, dtype=torch.uint8), acc.dtype))
+        own = self.scale_of(acc, unit.moments)
+        scales = yield Allgather(acc.new_tensor([own]).view(torch.uint8))
         check_lengths(scales, acc.dtype.itemsize, f"{self.name}, a scale")
         scale = float(torch.cat([split(payload, 1, acc.dtype)[0] for payload in scales]).max())
-        payloads = yield Allgather(self._codes(acc.contiguous(), own, scale, unit))
         nbytes = codes_nbytes(unit.numel, 2)
+        payload, _, codes = blank(0, nbytes, acc)
+        round_ternary(acc.contiguous(), own, scale, self.key(unit), codes)
+        payloads = yield Allgather(payload)
         received = check_lengths(payloads, nbytes, f"{self.name}, {unit.numel} elements, shared scale")
         _check_codes(received)
         return SharedTernary(self, received, unit.worker, acc.dtype, scale=scale)
 
     def encode(self, values: Tensor, unit: Unit) -> Tensor:
-        scale = self.scale_of(values)
-        return join([scale], self._codes(values, scale, scale, unit), values.dtype)
+        scale = self.scale_of(values, unit.moments)
+        payload, header, codes = blank(1, codes_nbytes(values.numel(), 2), values)
+        round_ternary(values, scale, scale, self.key(unit), codes)
+        header.fill_(scale)
+        return payload
 
     def add_(self, out: Tensor, payload: Tensor, weight: float) -> None:
         scale, codes = split(payload, 1, out.dtype)
@@ -82,18 +87,17 @@ class TernGrad(Stochastic):
         _check_codes([split(payload, 1, dtype)[1] for payload in received])
         return received
 
-    def scale_of(self, values: Tensor) -> float:
-        """The largest magnitude after clipping, 0 of an empty or a zero tensor."""
-        peak = float(values.abs().max()) if values.numel() else 0.0
-        if self.clip is None or peak == 0:
-            return peak
-        relative_sq = float(squared_norm(values / peak)) / values.numel()  # no square leaves the type's range
-        return as_sent(peak * min(1.0, self.clip * math.sqrt(relative_sq)), values.dtype)
-
-    def _codes(self, values: Tensor, own: float, scale: float, unit: Unit) -> Tensor:
-        probabilities = values.abs().clamp_(max=own).div_(scale if scale != 0 else 1.0)
-        kept = self.uniform(values, unit) < probabilities
-        return pack_codes(torch.where(values < 0, 2, 1).to(torch.uint8) * kept, 2)
+    def scale_of(self, values: Tensor, known: Moments | None = None) -> float:
+        """The largest magnitude after clipping, 0 of an empty or a zero tensor; ``known`` are the tensor's moments."""
+        known = known or moments_in_passing(values)
+        top = peak(values) if known is None else known.largest
+        if self.clip is None or top == 0 or not math.isfinite(top):
+            return top
+        if known is None:
+            sigma = top * math.sqrt(float(squared_norm(values / top)) / values.numel())  # no square leaves the range
+        else:
+            sigma = math.sqrt(known.total_sq / values.numel())
+        return as_sent(min(top, self.clip * sigma), values.dtype)
 
 
 @dataclass

@@ -7,18 +7,22 @@ operations for every other type and device (:mod:`hvdcomp.kernels.torch_ops`). W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvdcomp.kernels import codes, torch_ops
+from hvdcomp.kernels.running import empty
+from hvdcomp.kernels.running import in_threads as _in_threads
+from hvdcomp.kernels.running import is_compiled as _is_compiled
+from hvdcomp.kernels.running import ranges as _ranges
+from hvdcomp.kernels.running import segments as _segments
 from hvdcomp.kernels.torch_ops import orthogonalise, squared_norm
 
 __all__ = [
@@ -30,27 +34,30 @@ __all__ = [
     "above",
     "accumulate",
     "add_mean_",
+    "advance",
     "among",
     "ascending_below",
+    "checksum",
     "clear_",
     "collect",
     "collect_above",
     "count_at_least",
     "count_blocks",
+    "empty",
     "largest",
     "mean_log",
     "moments",
+    "moments_in_passing",
     "orthogonalise",
     "pack_bits",
     "packed_nbytes",
+    "peak",
     "squared_norm",
     "squares_of_largest",
     "tail",
     "unpack_bits",
     "unpack_positions",
 ]
-
-_T = TypeVar("_T")
 
 _SAMPLE = 32768
 _CANCELLED = 1e-6
@@ -200,6 +207,43 @@ def _accumulate_anywhere(residual: Tensor, gradient: Tensor, factor: float) -> A
     return Accumulation(written, float(squared_norm(gradient)), total_sq, finite)
 
 
+def advance(
+    u: Tensor, v: Tensor, gradient: Tensor, momentum: float, nesterov: bool, out: tuple[Tensor, Tensor], wanted: int
+) -> Tail | None:
+    """u' = m u + g and v' = v + u', or with Nesterov u' = m (u + g) and v' = v + u' + g, into ``out``.
+
+    Args:
+        u, v, gradient: (n,), as are both of ``out``, which must share no memory with them.
+        wanted: how many of the largest elements of v' will be asked for.
+
+    Returns:
+        The largest elements of v', the wanted ones at least, where the pass found them.
+    """
+    if not all(map(_is_compiled, (u, v, gradient, *out))):
+        if nesterov:
+            torch.add(u, gradient, out=out[0]).mul_(momentum)
+            torch.add(v, out[0], out=out[1]).add_(gradient)
+        else:
+            torch.add(gradient, u, alpha=momentum, out=out[0])
+            torch.add(v, out[0], out=out[1])
+        return None
+    weights = [np.float32(x) for x in (momentum, momentum if nesterov else 1, 1 if nesterov else 0)]
+    threshold, expected = math.inf, 0
+    if u.numel() > _SMALL and 0 < wanted * 4 <= u.numel():
+        a, b, c = (x.numpy()[:: _stride(u.numel())] for x in (u, v, gradient))
+        magnitudes = np.abs(b + a * weights[0] + c * (weights[1] + weights[2]))
+        threshold, expected = _threshold_of(magnitudes, wanted, u.numel())
+
+    def run(start: int, end: int) -> Collected | None:
+        positions, values = _room(_share(expected, end - start, u.numel()))
+        given, made = ([x.numpy()[start:end] for x in tensors] for tensors in ((u, v, gradient), out))
+        count = _cpu().advance(*given, *weights, _float32(threshold), *made, positions, values)
+        return _collected(positions, values, count, start)
+
+    found = _joined(_in_threads(run, _ranges(u.numel())), wanted)
+    return None if found is None or math.isinf(threshold) else Tail(found, threshold)
+
+
 def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Collected:
     """The ``k`` elements of largest magnitude of a 1-D tensor; all of them where it has no more.
 
@@ -286,7 +330,19 @@ def moments(values: Tensor) -> Moments:
     if not _is_compiled(values):
         return Moments(values.numel(), *torch_ops.moments(values))
     source = values.numpy()
-    return _summed(_in_threads(lambda a, b: _cpu().moments(source[a:b]), _ranges(values.numel())), values)
+    return _summed(_in_threads(lambda a, b: _cpu().moments(source[a:b]), _segments(values.numel())), values)
+
+
+def moments_in_passing(values: Tensor) -> Moments | None:
+    """The moments of a 1-D tensor where they cost no more than its norm."""
+    return moments(values) if _is_compiled(values) else None
+
+
+def peak(values: Tensor) -> float:
+    """The largest magnitude of a 1-D tensor, 0 of none."""
+    if _is_compiled(values):
+        return moments(values).largest
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _summed(parts: Sequence[tuple[float, ...]], values: Tensor) -> Moments:
@@ -396,6 +452,16 @@ def ascending_below(positions: Tensor, numel: int) -> bool:
     return ordered and int(positions[0]) >= 0 and int(positions[-1]) < numel
 
 
+def checksum(words: Tensor, skipped: int) -> int:
+    """The sum of all words (n,) int64 but the one at ``skipped``, each times 2 * index + 1, modulo 2^64, signed."""
+    if words.device.type == "cpu":
+        total = int(_cpu().checksum(words.numpy().view(np.uint64), skipped))
+        return total - 2**64 if total >= 2**63 else total
+    weights = 2 * torch.arange(words.numel(), device=words.device) + 1
+    weights[skipped] = 0
+    return int((words * weights).sum())
+
+
 # -- how the compiled loops are used
 
 
@@ -405,10 +471,6 @@ def _cpu() -> ModuleType:
     from hvdcomp.kernels import cpu
 
     return cpu
-
-
-def _is_compiled(values: Tensor) -> bool:
-    return values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
 
 
 def _sampled_threshold(residual: Tensor, gradient: Tensor, factor: float, wanted: int) -> tuple[float, int]:
@@ -537,24 +599,6 @@ def _joined(parts: Sequence[Collected | None], at_least: int) -> Collected | Non
     return Collected(torch.cat([part.positions for part in found]), torch.cat([part.values for part in found]))
 
 
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="hvdcomp-kernel")
-
-
-def _ranges(numel: int) -> list[tuple[int, int]]:
-    """A range for each of PyTorch's threads, whole blocks each."""
-    threads = torch.get_num_threads() if numel > 16 * _SMALL else 1
-    size = -(-numel // threads // 64) * 64 or 1
-    return [(start, min(start + size, numel)) for start in range(0, numel, size)] or [(0, 0)]
-
-
-def _in_threads(run: Callable[[int, int], _T], ranges: list[tuple[int, int]]) -> list[_T]:
-    if len(ranges) == 1:
-        return [run(*ranges[0])]
-    return list(_pool(len(ranges)).map(lambda bounds: run(*bounds), ranges))
-
-
 def warm_up() -> None:
     """Compile or load every loop now rather than within the first step."""
     ones: Any = torch.ones(2 * _SMALL)
@@ -562,5 +606,12 @@ def warm_up() -> None:
     largest(ones, 8)
     moments(ones)
     count_at_least(ones, 1.0)
-    unpack_bits(pack_bits(torch.arange(8), 3), 8, 3)
+    positions = torch.arange(8, dtype=torch.int32)
+    data = pack_bits(positions, 3)
+    unpack_bits(data, 8, 3)
+    unpack_positions(data, 3, count_blocks(positions, 3, 1))
+    ascending_below(positions, 8)
+    clear_(add_mean_(ones, [Collected(positions, ones[:8])]), positions)
+    checksum(torch.arange(8), 0)
+    advance(ones, ones, ones, 0.5, False, (ones.clone(), ones.clone()), 8)
     codes.warm_up()

@@ -12,7 +12,16 @@ import numba
 import numpy as np
 from numba.cpython.unsafe import numbers
 
-from hvdcomp.kernels.vector import BLOCK, add_block, load_word, reach_block, sum_block
+from hvdcomp.kernels.vector import (
+    BLOCK,
+    WIDE,
+    add_block,
+    load_word,
+    moments_block,
+    momentum_block,
+    reach_block,
+    sum_block,
+)
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
@@ -42,7 +51,7 @@ def _append(mask, start, source, positions, values, count):  # type: ignore[no-u
 
 
 @_jit
-def _ones(mask):  # type: ignore[no-untyped-def]
+def ones(mask):  # type: ignore[no-untyped-def]
     """How many bits of a mask are set."""
     mask -= (mask >> np.uint64(1)) & np.uint64(0x5555555555555555)
     mask = (mask & np.uint64(0x3333333333333333)) + ((mask >> np.uint64(2)) & np.uint64(0x3333333333333333))
@@ -51,9 +60,9 @@ def _ones(mask):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _padded(source, start):  # type: ignore[no-untyped-def]
+def padded(source, start, size=BLOCK):  # type: ignore[no-untyped-def]
     """A block that begins with what is left of ``source``, and ends with zeros."""
-    block = np.zeros(BLOCK, dtype=np.float32)
+    block = np.zeros(size, dtype=np.float32)
     block[: source.shape[0] - start] = source[start:]
     return block
 
@@ -90,8 +99,8 @@ def accumulate(residual, gradient, factor, threshold, positions, values):  # typ
         if whole:
             mask, high, s, s_abs, s_sq, g_sq = add_block(residual, gradient, start, factor, bound)
         else:
-            last = _padded(residual, start)
-            mask, high, s, s_abs, s_sq, g_sq = add_block(last, _padded(gradient, start), 0, factor, bound)
+            last = padded(residual, start)
+            mask, high, s, s_abs, s_sq, g_sq = add_block(last, padded(gradient, start), 0, factor, bound)
             mask &= (np.uint64(1) << np.uint64(size - start)) - np.uint64(1)
         if high >= _INFINITY:
             return start, count, total, total_abs, total_sq, np.int32(top).view(np.float32), gradient_sq
@@ -195,36 +204,62 @@ def take_largest(candidates, magnitudes, threshold, k, positions, values):  # ty
 
 
 @_jit
-def _moments_block(v):  # type: ignore[no-untyped-def]
-    """(sum, sum of magnitudes, sum of squares, largest bits) of a block, in float32."""
-    total = np.float32(0)
-    total_abs = np.float32(0)
-    total_sq = np.float32(0)
-    top = np.int32(0)
-    for i in range(v.shape[0]):
-        total += v[i]
-        total_abs += abs(v[i])
-        total_sq += v[i] * v[i]
-        top = max(top, bits(v[i]))
-    return total, total_abs, total_sq, top
-
-
-@_jit
 def moments(source):  # type: ignore[no-untyped-def]
-    """(sum, sum of magnitudes, sum of squares, largest magnitude); what a block of 64 adds up is summed in float64."""
+    """(sum, sum of magnitudes, sum of squares, largest magnitude); what a block of 256 adds up is summed in float64."""
     total = 0.0
     total_abs = 0.0
     total_sq = 0.0
     top = np.int32(0)
     size = source.shape[0]
-    for start in range(0, size, BLOCK):
-        whole = start + BLOCK <= size  # a length that is known at compile time makes faster code
-        part = _moments_block(source[start : start + BLOCK]) if whole else _moments_block(source[start:])
-        total += part[0]
-        total_abs += part[1]
-        total_sq += part[2]
-        top = max(top, part[3])
+    for start in range(0, size, WIDE):
+        whole = start + WIDE <= size
+        s, s_abs, s_sq, high = moments_block(source, start) if whole else moments_block(padded(source, start, WIDE), 0)
+        total += s
+        total_abs += s_abs
+        total_sq += s_sq
+        top = max(top, high)
     return total, total_abs, total_sq, np.int32(top).view(np.float32)
+
+
+@_jit
+def advance(u, v, gradient, momentum, rest, ahead, threshold, next_u, next_v, positions, values):  # type: ignore[no-untyped-def]
+    """next_u = momentum * u + rest * gradient, next_v = v + next_u + ahead * gradient.
+
+    Elements of next_v with a magnitude of at least ``threshold`` are collected as in :func:`accumulate`. Returns their
+    number, -1 for want of room.
+    """
+    bound = bits(threshold)
+    room = positions.shape[0] - BLOCK
+    count = 0
+    full = room < 0
+    size = u.shape[0]
+    whole = size // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        mask = momentum_block(u, v, gradient, start, momentum, rest, ahead, next_u, next_v, bound)
+        if mask != 0 and not full:
+            full = count > room
+            if not full:
+                count = _append(mask, start, next_v, positions, values, count)
+    full |= count > room
+    for i in range(whole, size):
+        next_u[i] = u[i] * momentum + gradient[i] * rest
+        next_v[i] = v[i] + next_u[i] + gradient[i] * ahead
+        if bits(next_v[i]) >= bound and not full:
+            positions[count] = i
+            values[count] = next_v[i]
+            count += 1
+    return -1 if full else count
+
+
+@_jit
+def checksum(words, skipped):  # type: ignore[no-untyped-def]
+    """The sum modulo 2^64 of all words but one, each times the odd number 2 * index + 1."""
+    total = np.uint64(0)
+    weight = np.uint64(1)
+    for i in range(words.shape[0]):
+        total += words[i] * weight
+        weight += np.uint64(2)
+    return total - words[skipped] * np.uint64(2 * skipped + 1)
 
 
 @_jit
@@ -237,7 +272,7 @@ def sums_above(source, threshold):  # type: ignore[no-untyped-def]
     whole = source.shape[0] // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         mask, s_abs, s_sq = sum_block(source, start, bound)
-        count += _ones(mask)
+        count += ones(mask)
         total_abs += s_abs
         total_sq += s_sq
     for i in range(whole, source.shape[0]):
@@ -255,7 +290,7 @@ def count(source, threshold):  # type: ignore[no-untyped-def]
     found = 0
     whole = source.shape[0] // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        found += _ones(reach_block(source, start, bound))
+        found += ones(reach_block(source, start, bound))
     for i in range(whole, source.shape[0]):
         found += bits(source[i]) >= bound
     return found
