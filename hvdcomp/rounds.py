@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from hvdcomp.buckets import Bucket, Part, Spec
-from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Broadcast, Decide, Reduced, Request, Rounds
+from hvdcomp.compressors.requests import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Alltoallv,
+    Broadcast,
+    Decide,
+    Reduced,
+    Request,
+    Rounds,
+)
 from hvdcomp.feedback import Accumulated
 from hvdcomp.kernels import squared_norm
 from hvdcomp.schedules.base import Statistics
@@ -24,7 +34,13 @@ from hvdcomp.wire import decode_frames, encode_frame
 LARGEST_ALLGATHER = 2**31 - 2**20
 """Bytes: Horovod counts what an allgather returns in int32; a little is left for frames."""
 
-_KINDS: dict[type, str] = {Allreduce: "allreduce", Allgather: "allgather", Alltoall: "alltoall", Broadcast: "broadcast"}
+_KINDS: dict[type, str] = {
+    Allreduce: "allreduce",
+    Allgather: "allgather",
+    Alltoall: "alltoall",
+    Alltoallv: "alltoall",
+    Broadcast: "broadcast",
+}
 
 
 class Gradients(Protocol):
@@ -51,6 +67,8 @@ class Fused:
     """The buffer is a copy of ours, which may be overwritten."""
     root: int | None = None
     """The worker whose buffer a broadcast hands to all."""
+    splits: list[int] | None = None
+    """Bytes of an alltoall's buffer that go to each worker; None where it is rows of one size."""
 
     @property
     def key(self) -> str:
@@ -127,7 +145,7 @@ class BucketRun:
         """The requests of this phase, those of one kind, type and root together; none when the bucket is done."""
         groups: dict[tuple[str, str, int], list[int]] = {}
         for number, request in sorted(self._waiting.items()):
-            dtype = "" if isinstance(request, Allgather) else str(_tensor_of(request).dtype)
+            dtype = "" if isinstance(request, (Allgather, Alltoallv)) else str(_tensor_of(request).dtype)
             root = request.root if isinstance(request, Broadcast) else -1
             groups.setdefault((_KINDS[type(request)], dtype, root), []).append(number)
         return [self._fuse(kind, root, numbers) for (kind, _, root), numbers in sorted(groups.items())]
@@ -245,6 +263,10 @@ class BucketRun:
         if kind == "allgather":
             payloads = [request.payload for request in requests if isinstance(request, Allgather)]
             return Fused(kind, self._frame(payloads), numbers, owned=True)
+        split = [request.payloads for request in requests if isinstance(request, Alltoallv)]
+        if split:
+            frames = [self._frame(list(payloads)) for payloads in zip(*split, strict=True)]
+            return Fused(kind, torch.cat(frames), numbers, owned=True, splits=[frame.numel() for frame in frames])
         tensors = [_tensor_of(request) for request in requests]
         if kind == "alltoall":
             return Fused(kind, torch.cat(tensors, dim=1), numbers, owned=True)
@@ -273,7 +295,7 @@ class BucketRun:
 
     def _split(self, fused: Fused, result: Tensor) -> dict[int, Any]:
         requests = [self._waiting[number] for number in fused.parts]
-        if fused.kind == "allgather":
+        if fused.kind == "allgather" or fused.splits is not None:
             frames = decode_frames(result, self.context.workers, len(requests))
             self.finite &= all(frame.finite for frame in frames)
             return {n: [frame.payloads[i] for frame in frames] for i, n in enumerate(fused.parts)}
