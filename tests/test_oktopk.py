@@ -128,10 +128,11 @@ def test_every_position_has_an_owner_who_finds_it_again(numel: int, workers: int
     deal = Deal.of(Unit("w", torch.Size([numel]), workers=workers))
     parts = deal.split(Collected(torch.arange(numel, dtype=torch.int32), torch.arange(float(numel))))
     assert len(parts) == workers
+    found, values = deal.joined(parts)
+    assert found.tolist() == values.tolist()
     for owner, part in enumerate(parts):
         assert part.positions.tolist() == sorted(set(part.positions.tolist()))
         assert all(group < deal.groups for group in part.positions.tolist())
-        assert deal.positions(part.positions, owner).tolist() == part.values.tolist()
         assert part.values.numel() in (numel // workers, numel // workers + 1)
         assert part.values.long().tolist() == (owners(numel, workers) == owner).nonzero().flatten().tolist()
 
@@ -146,8 +147,9 @@ def test_a_position_beyond_the_tensor_is_refused() -> None:
     deal = Deal.of(Unit("w", torch.Size([5]), workers=4))
     missing = [owner for owner in range(4) if owner != owners(5, 4)[4]]
     for owner in missing:
-        with pytest.raises(WireError, match=rf"owner {owner} has no position in group 1 of 5 elements"):
-            deal.positions(torch.tensor([0, 1]), owner)
+        parts = [Collected(torch.arange(2 if owner == other else 1), torch.zeros(1)) for other in range(4)]
+        with pytest.raises(WireError, match=rf"owner {owner} has no position in the last group of 5 elements"):
+            deal.joined(parts)
 
 
 SUPPORTS = {

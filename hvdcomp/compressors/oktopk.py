@@ -63,20 +63,19 @@ class OkTopK(Sparsifier):
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
         check_indexable(unit.numel)
         deal = Deal.of(unit)
-        own = deal.split(kept)
-        payloads = [self._encoded(part, deal) for part in own]
+        payloads = [self._encoded(part, deal) for part in deal.split(kept)]
         arrived = yield Alltoallv(payloads)
         sums = [decode_sparse(payload, deal.groups) for payload in arrived]
         means = largest_means(sums, _share(kept.positions.numel(), unit.workers), acc.new_zeros(deal.groups))
         answers = yield Allgather(self._encoded(means, deal))
         accepted = [decode_sparse(answer, deal.groups) for answer in answers]
-        rounded = None
+        positions, values = deal.joined(accepted)
+        sent, rounded = kept, None
         if self.values != "fp32":
-            own = [decode_sparse(payload, deal.groups) for payload in payloads]
-            lost = (means.values - accepted[unit.worker].values) * unit.workers
-            rounded = Collected(deal.positions(means.positions, unit.worker), lost)
-        taken = [_common(part, answer.positions, deal) for part, answer in zip(own, accepted, strict=True)]
-        return Accepted(*deal.joined(accepted), taken=Collected(*deal.joined(taken)), rounded=rounded)
+            sent = Collected(*deal.joined([decode_sparse(payload, deal.groups) for payload in payloads]))
+            own = positions.split([part.positions.numel() for part in accepted])[unit.worker]
+            rounded = Collected(own, (means.values - accepted[unit.worker].values) * unit.workers)
+        return Accepted(positions, values, taken=_at(sent, positions, unit.numel), rounded=rounded)
 
     def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         """The first bound holds however the elements are divided: beside a header a payload may be padded."""
@@ -146,22 +145,20 @@ class Deal:
         found = groups.to(torch.int32)[order].split(counts), kept.values[order].split(counts)
         return [Collected(part, values) for part, values in zip(*found, strict=True)]
 
-    def positions(self, groups: Tensor, owner: int) -> Tensor:
-        """Where in the tensor the groups of an owner are, int64.
+    def joined(self, parts: Sequence[Collected]) -> tuple[Tensor, Tensor]:
+        """Positions in the tensor, int64, and values of the elements of every owner, by its groups.
 
         Raises:
-            WireError: a position is beyond the tensor, as the last group may have fewer than it has owners.
+            WireError: a position is beyond the tensor, as the last group may have fewer than there are owners.
         """
-        groups = groups.long()
-        positions = groups * self.workers + (owner - self._turns(groups)) % self.workers
-        if positions.numel() and int(positions[-1]) >= self.numel:
-            raise WireError(f"owner {owner} has no position in group {int(groups[-1])} of {self.numel} elements")
-        return positions
-
-    def joined(self, parts: Sequence[Collected]) -> tuple[Tensor, Tensor]:
-        """Positions in the tensor, int64, and values of what each owner has."""
-        positions = [self.positions(part.positions, owner) for owner, part in enumerate(parts)]
-        return torch.cat(positions), torch.cat([part.values for part in parts])
+        groups = torch.cat([part.positions for part in parts]).long()
+        counts = torch.tensor([part.positions.numel() for part in parts], device=groups.device)
+        owners = torch.arange(self.workers, device=groups.device).repeat_interleave(counts)
+        positions = groups * self.workers + (owners - self._turns(groups)) % self.workers
+        if positions.numel() and int(positions.max()) >= self.numel:
+            owner = int(owners[positions.argmax()])
+            raise WireError(f"owner {owner} has no position in the last group of {self.numel} elements")
+        return positions, torch.cat([part.values for part in parts])
 
     def _turns(self, groups: Tensor) -> Tensor:
         return (groups * self.factor + self.offset) >> 33  # of 64 bits, which wrap around; % counts below zero on
@@ -179,12 +176,12 @@ def largest_means(sums: Sequence[Collected], most: int, zeros: Tensor) -> Collec
     return among(union, largest(union.values, most))
 
 
-def _common(own: Collected, accepted: Tensor, deal: Deal) -> Collected:
-    """What is at accepted positions."""
-    known = torch.zeros(deal.groups, dtype=torch.bool, device=accepted.device)
-    known[accepted.long()] = True
-    chosen = known[own.positions.long()]
-    return Collected(own.positions[chosen], own.values[chosen])
+def _at(sent: Collected, accepted: Tensor, numel: int) -> Collected:
+    """The elements that are at accepted positions."""
+    known = torch.zeros(numel, dtype=torch.bool, device=accepted.device)
+    known[accepted] = True
+    chosen = known[sent.positions.long()]
+    return Collected(sent.positions[chosen], sent.values[chosen])
 
 
 def _share(count: int, workers: int) -> int:
