@@ -14,7 +14,18 @@ from conftest import every_method
 from torch import Tensor
 
 from hvdcomp import compressors
-from hvdcomp.compressors import BF16, FP16, Compressor, NoCompression, OkTopK, PowerSGD, RandomK, TopK, available, create
+from hvdcomp.compressors import (
+    BF16,
+    FP16,
+    Compressor,
+    NoCompression,
+    OkTopK,
+    PowerSGD,
+    RandomK,
+    TopK,
+    available,
+    create,
+)
 from hvdcomp.compressors.randomk import shared_seed
 from hvdcomp.compressors.requests import (
     Allgather,

@@ -165,7 +165,7 @@ SUPPORTS = {
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 6, 7, 8, 64])
 @pytest.mark.parametrize("support", SUPPORTS.values(), ids=SUPPORTS)
 def test_an_owner_gets_about_k_whatever_the_support(support, workers: int) -> None:  # type: ignore[no-untyped-def]
-    """All workers select the same, so that an owner gets all of it or nothing; a row of neighbours is divided evenly."""
+    """All workers select the same, so that an owner gets an element N times or never; a row is divided evenly."""
     n, k = 1_680_000, 2000
     positions = support(n, k).unique().to(torch.int32)
     row = bool((positions.diff() == 1).all())

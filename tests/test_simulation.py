@@ -312,7 +312,7 @@ def test_a_skipped_step_differs_from_none_at_all_by_rounding_only(compressor: Co
     for world in (spoilt, clean):
         world.step(good)
     spoilt.step(bad)
-    if compressor.name in ("randomk", "artopk", "oktopk"):  # the positions, who chooses or owns them, depend on the step
+    if compressor.name in ("randomk", "artopk", "oktopk"):  # positions, or whose they are, depend on the step
         clean.step_count += 1
     for _ in range(3):
         mean, other = spoilt.step(good)[0]["w"], clean.step(good)[0]["w"]

@@ -56,7 +56,7 @@ def _as_simulated(method: str, steps: int = 6, **layout: Any) -> None:
         means = simulated.step([gradients(step, worker) for worker in range(size)])[me()]
         tolerance = 0 if method in BITWISE else 4e-3 if method == "fp16" else 2e-5
         for name, param in params.items():
-            dense = name == "layer.2.bias" and "1d" in compression.default_exclude  # excluded, so that it travels by allreduce
+            dense = name == "layer.2.bias" and "1d" in compression.default_exclude  # it travels by allreduce
             assert_close([param.grad], [means[name]], 2e-5 if dense else tolerance, 2e-5 if dense else tolerance)
         left = residuals(optimizer)
         for name, residual in left.items():
