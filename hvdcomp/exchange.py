@@ -33,7 +33,8 @@ class StepRecord:
         skipped: some worker met a NaN or an Inf, so all left this step out.
         bytes_sent: payload that this worker handed to collectives.
         bytes_dense: what plain Horovod would have handed over.
-        bytes_received: what arrived: the other workers' payloads of an allgather, the ring's share of an allreduce.
+        bytes_received: what arrived: the other workers' payloads of an allgather or an alltoall, the ring's share of an
+            allreduce.
         exchanges: collectives, decisions apart.
         encode_s: adding gradients to residuals, selecting, making payloads.
         decode_s: reading what arrived, writing the mean, keeping the residual.
@@ -117,7 +118,8 @@ class HorovodTransport:
             root = fused.root if ranks is None else ranks[fused.root]  # Horovod counts a root in the whole world
             handle = self._hvd.broadcast_async(fused.buffer, root, name=name, process_set=self._process_set)
             return self._wait(handle)
-        handle = self._hvd.alltoall_async(fused.buffer, name=name, process_set=self._process_set)
+        splits = None if fused.splits is None else torch.tensor(fused.splits, dtype=torch.int32)
+        handle = self._hvd.alltoall_async(fused.buffer, splits, name=name, process_set=self._process_set)
         return self._wait(handle)
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
@@ -145,8 +147,10 @@ class HorovodTransport:
         return wait
 
 
-def bytes_received(fused: Fused, result: Tensor, workers: int) -> int:
-    """What arrives at one worker: the others' payloads, or a ring allreduce's share."""
+def bytes_received(fused: Fused, result: Tensor, worker: int, workers: int) -> int:
+    """What arrives at a worker: the others' payloads, or a ring allreduce's share."""
+    if fused.splits is not None:
+        return result.numel() - fused.splits[worker]
     sent = fused.buffer.numel() * fused.buffer.element_size()
     if fused.kind == "allgather":
         return result.numel() * result.element_size() - sent
@@ -316,7 +320,7 @@ class Exchange:
         with self._timed("wait_s"):
             results = [wait() for wait in flight.waits]
         for fused, result in zip(flight.fused, results, strict=True):
-            self._record.count(fused, bytes_received(fused, result, self.transport.workers))
+            self._record.count(fused, bytes_received(fused, result, self.transport.worker, self.transport.workers))
         with self._timed("decode_s"):
             flight.run.answer(flight.fused, results)
         self._launch(flight)

@@ -19,6 +19,7 @@ from hvdcomp.compressors.requests import (
     Allgather,
     Allreduce,
     Alltoall,
+    Alltoallv,
     Broadcast,
     Decide,
     Dense,
@@ -38,7 +39,13 @@ LARGEST_ALLGATHER = 2**31 - 2**20
 LARGE = 2**18
 """Bytes from which a tensor is reduced by itself: a copy into a common buffer would cost more than it saves."""
 
-_KINDS: dict[type, str] = {Allreduce: "allreduce", Allgather: "allgather", Alltoall: "alltoall", Broadcast: "broadcast"}
+_KINDS: dict[type, str] = {
+    Allreduce: "allreduce",
+    Allgather: "allgather",
+    Alltoall: "alltoall",
+    Alltoallv: "alltoall",
+    Broadcast: "broadcast",
+}
 
 
 class Gradients(Protocol):
@@ -67,6 +74,8 @@ class Fused:
     """The worker whose buffer a broadcast hands to all."""
     alone: bool = False
     """One large tensor, beside others of its kind and type."""
+    splits: list[int] | None = None
+    """Bytes of an alltoall's buffer that go to each worker; None where it is rows of one size."""
 
     @property
     def key(self) -> str:
@@ -158,7 +167,7 @@ class BucketRun:
         """
         groups: dict[tuple[str, str, int, int], list[int]] = {}
         for number, request in sorted(self._waiting.items()):
-            dtype = "" if isinstance(request, Allgather) else str(_tensor_of(request).dtype)
+            dtype = "" if isinstance(request, (Allgather, Alltoallv)) else str(_tensor_of(request).dtype)
             root = request.root if isinstance(request, Broadcast) else -1
             alone = number if isinstance(request, Allreduce) and request.tensor.nbytes >= LARGE else -1
             groups.setdefault((_KINDS[type(request)], dtype, root, alone), []).append(number)
@@ -281,6 +290,10 @@ class BucketRun:
         if kind == "allgather":
             payloads = [request.payload for request in requests if isinstance(request, Allgather)]
             return Fused(kind, self._frame(payloads), numbers, owned=True)
+        split = [request.payloads for request in requests if isinstance(request, Alltoallv)]
+        if split:
+            frames = [self._frame(list(payloads)) for payloads in zip(*split, strict=True)]
+            return Fused(kind, torch.cat(frames), numbers, owned=True, splits=[frame.numel() for frame in frames])
         tensors = [_tensor_of(request) for request in requests]
         if kind == "alltoall":
             joined = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0]
@@ -312,7 +325,7 @@ class BucketRun:
 
     def _split(self, fused: Fused, result: Tensor) -> dict[int, Any]:
         requests = [self._waiting[number] for number in fused.parts]
-        if fused.kind == "allgather":
+        if fused.kind == "allgather" or fused.splits is not None:
             frames = decode_frames(result, self.context.workers, len(requests))
             self.finite &= all(frame.finite for frame in frames)
             return {n: [frame.payloads[i] for frame in frames] for i, n in enumerate(fused.parts)}

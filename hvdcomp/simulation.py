@@ -194,6 +194,10 @@ def collective(requests: list[Fused]) -> list[Tensor]:
         raise AssertionError(f"workers ask for different collectives: {sorted(kinds)}")
     if requests[0].kind == "allgather":
         return [torch.cat(buffers)] * len(buffers)
+    splits = [request.splits for request in requests if request.splits is not None]
+    if splits:
+        sent = [buffer.split(lengths) for buffer, lengths in zip(buffers, splits, strict=True)]
+        return [torch.cat(arriving) for arriving in zip(*sent, strict=True)]
     if requests[0].kind == "alltoall":
         return [torch.stack([buffer[worker] for buffer in buffers]) for worker in range(len(buffers))]
     if requests[0].root is not None:

@@ -54,6 +54,15 @@ def largest_sparse_nbytes(count: int, values: str = "fp32") -> int:
     return HEADER_NBYTES + _aligned(count * itemsize) + 4 * count
 
 
+def check_indexable(numel: int) -> None:
+    """Raise a ValueError where a vector is too long for int32 indices."""
+    if numel > MAX_INDEX:
+        raise ValueError(
+            f"a tensor of {numel} elements cannot be sent sparsely: indices are int32, so at most {MAX_INDEX} "
+            'elements; use granularity="tensor", or split the parameter'
+        )
+
+
 def encode_sparse(positions: Tensor, values: Tensor, numel: int, value_type: str = "fp32") -> Tensor:
     """One worker's sparse vector as a uint8 payload.
 
@@ -67,11 +76,7 @@ def encode_sparse(positions: Tensor, values: Tensor, numel: int, value_type: str
     Raises:
         ValueError: the vector is too long for int32 indices.
     """
-    if numel > MAX_INDEX:
-        raise ValueError(
-            f"a tensor of {numel} elements cannot be sent sparsely: indices are int32, so at most {MAX_INDEX} "
-            'elements; use granularity="tensor", or split the parameter'
-        )
+    check_indexable(numel)
     stored, scale = _store(values, value_type)
     code = indices.encode(positions, numel) if positions.numel() else None
     blocked = code is not None and code.data.numel() < 4 * positions.numel()

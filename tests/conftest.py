@@ -33,6 +33,7 @@ EVERY_METHOD = {
     "threshold": {"threshold": 1.0, "max_density": 0.25},
     "randomk": {"cf": 4},
     "artopk": {"cf": 4},
+    "oktopk": {"cf": 4},
     "powersgd": {"rank": 1, "small_matrix_rule": False},
     "gradiveq": {"slice_size": 4, "components": 2, "training_steps": 1, "quantised_steps": 7},
 }

@@ -103,6 +103,16 @@ def test_a_matrix_for_a_slow_svd_is_small() -> None:
     assert Method("powersgd", {}).case(1_000_003).shape == (1000, 1000)
 
 
+@pytest.mark.parametrize("numel", [1, 5, 8, 999])
+def test_a_worker_stands_in_for_all_that_reduce_a_part(numel: int) -> None:
+    for method, params in (("oktopk", {"cf": 1.5}), ("bf16", {})):
+        case = Method(method, params).case(numel)
+        assert case.shape.numel() == (numel if numel < 999 else 992)
+        for step in range(3):
+            case.step(drawn("normal", case.shape.numel()).gradient(step))
+        assert case.figures(drawn("normal", case.shape.numel()).gradient(3))["gain"] > 0.5
+
+
 @pytest.mark.parametrize("dist", DRAWS)
 def test_a_chosen_method_on_every_distribution(dist: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"

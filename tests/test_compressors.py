@@ -14,9 +14,30 @@ from conftest import every_method
 from torch import Tensor
 
 from hvdcomp import compressors
-from hvdcomp.compressors import BF16, FP16, Compressor, NoCompression, PowerSGD, RandomK, TopK, available, create
+from hvdcomp.compressors import (
+    BF16,
+    FP16,
+    Compressor,
+    NoCompression,
+    OkTopK,
+    PowerSGD,
+    RandomK,
+    TopK,
+    available,
+    create,
+)
 from hvdcomp.compressors.randomk import shared_seed
-from hvdcomp.compressors.requests import Allgather, Allreduce, Alltoall, Broadcast, Decide, Reduced, Unit, Volume
+from hvdcomp.compressors.requests import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Alltoallv,
+    Broadcast,
+    Decide,
+    Reduced,
+    Unit,
+    Volume,
+)
 from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements
 from hvdcomp.kernels import squared_norm
 from hvdcomp.simulation import World
@@ -63,6 +84,9 @@ def drive(
         elif isinstance(first, Broadcast):
             kind, sent = "broadcast", first.tensor
             answers = [requests[first.root].tensor] * workers
+        elif isinstance(first, Alltoallv):
+            kind, sent = "alltoall", torch.cat(first.payloads)
+            answers = [[r.payloads[worker] for r in requests] for worker in range(workers)]
         else:
             assert isinstance(first, Alltoall)
             kind, sent = "alltoall", first.tensor
@@ -103,7 +127,7 @@ def test_requests_are_what_the_rounds_ask_for(compressor: Compressor, shape: tup
     stated = compressor.requests(shape, workers)
     assert [(v.phase, v.kind) for v in volumes] == [(v.phase, v.kind) for v in stated]
     for asked, bound in zip(volumes, stated, strict=True):
-        if asked.kind == "allgather" and isinstance(compressor, GatheredSparsifier):
+        if asked.kind != "allreduce" and isinstance(compressor, (GatheredSparsifier, OkTopK)):
             assert asked.nbytes <= bound.nbytes  # indices take as many bits as they need
         else:
             assert asked.nbytes == bound.nbytes
@@ -597,7 +621,7 @@ def test_every_method_is_described(name: str) -> None:
 def test_feedback_is_on_for_sparsifiers_powersgd_and_rounding_that_is_biased_only() -> None:
     assert {name for name in NAMES if create(name).error_feedback} == {
         "topk", "redsync", "mstopk", "gaussiank", "threshold", "sidcoe", "sidcogp", "sidcop", "randomk", "artopk",
-        "powersgd", "gradiveq", "efsignsgd", "onebit", "int8",
+        "oktopk", "powersgd", "gradiveq", "efsignsgd", "onebit", "int8",
     }  # fmt: skip
 
 
@@ -639,7 +663,7 @@ def test_each_payload_has_its_own_context() -> None:
         assert torch.equal(TopK(cf=1).decompress(payload, ctx), tensor)
 
 
-@pytest.mark.parametrize("compressor", [RandomK(), PowerSGD()], ids=lambda c: c.name)
+@pytest.mark.parametrize("compressor", [RandomK(), PowerSGD(), OkTopK()], ids=lambda c: c.name)
 def test_methods_of_several_rounds_say_how_to_use_them(compressor: Compressor) -> None:
     with pytest.raises(TypeError, match=r"hvdcomp.DistributedOptimizer.*\.bind\(model.named_parameters\(\)\)") as error:
         compressor.compress(torch.ones(3))

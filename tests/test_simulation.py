@@ -191,6 +191,8 @@ def test_a_world_of_one_equals_a_world_of_equal_workers(
         grads = random_grads(1, seed=step)
         mean, equal, near = alone.step(grads)[0], four.step(grads * 4)[0], three.step(grads * 3)[0]
         for name in mean:
+            if compressor.name == "oktopk" and alone.residual(0, name).any():
+                continue  # what an owner accepts depends on what else it owns
             exact = compressor.name != "powersgd"  # a mean of four equals is exact, what BLAS makes of it is not
             assert torch.allclose(mean[name], equal[name], rtol=0, atol=0 if exact else 1e-5)
             assert torch.allclose(mean[name], near[name], rtol=1e-2 if "16" in compressor.name else 1e-4, atol=1e-5)
@@ -327,7 +329,7 @@ def test_a_skipped_step_differs_from_none_at_all_by_rounding_only(compressor: Co
     for world in (spoilt, clean):
         world.step(good)
     spoilt.step(bad)
-    if compressor.name in ("randomk", "artopk"):  # the positions, and who chooses them, depend on the step
+    if compressor.name in ("randomk", "artopk", "oktopk"):  # positions, or whose they are, depend on the step
         clean.step_count += 1
     for _ in range(3):
         mean, other = spoilt.step(good)[0]["w"], clean.step(good)[0]["w"]

@@ -285,6 +285,7 @@ class _Step:
         self._steps = 0
 
     def step(self, gradient: Tensor, workers: int = WORKERS) -> tuple[float, float]:
+        workers = min(workers, gradient.numel())
         context = Context(0, workers, self._steps, self.levels, self.compressor.checks_finite)
         self._run = run = BucketRun(self._bucket, _Given(gradient.view(self.shape), self._mean), context)
         self.begin_s, _ = timed(partial(self._begin, run))
@@ -426,7 +427,12 @@ def _answer(run: BucketRun, fused: list[Fused], answers: list[Tensor]) -> list[F
 
 
 def _shape(compressor: Compressor, numel: int) -> torch.Size:
-    """Flat, or for a method of matrices the largest near-square one of so many elements."""
+    """Flat, or for a method of matrices the largest near-square one of so many elements.
+
+    Where each worker reduces a part, parts are alike, so that this worker's can stand in for all.
+    """
+    if compressor.collective == "alltoall":
+        return torch.Size([numel - numel % min(WORKERS, numel)])
     if not compressor.needs_matrices:
         return torch.Size([numel])
     rows_limit, columns_limit = _LARGEST_MATRIX.get(compressor.name, (numel, numel))

@@ -17,6 +17,7 @@ from hvdcomp.compressors.int8 import Int8
 from hvdcomp.compressors.mstopk import MSTopK
 from hvdcomp.compressors.natural import Natural
 from hvdcomp.compressors.none import NoCompression
+from hvdcomp.compressors.oktopk import OkTopK
 from hvdcomp.compressors.onebit import EFSignSGD, OneBit
 from hvdcomp.compressors.powersgd import PowerSGD
 from hvdcomp.compressors.qsgd import QSGD
@@ -43,6 +44,7 @@ _METHODS: tuple[type[Compressor], ...] = (
     SIDCoP,
     RandomK,
     ARTopK,
+    OkTopK,
     PowerSGD,
     GradiVeQ,
     SignSGD,
@@ -90,6 +92,7 @@ __all__ = [
     "MSTopK",
     "Natural",
     "NoCompression",
+    "OkTopK",
     "OneBit",
     "PowerSGD",
     "RandomK",

@@ -54,7 +54,7 @@ class ARTopK(Sparsifier):
         mean = yield Allreduce(acc[positions])
         return SharedSparse(positions.long(), mean, self._outcome_scale(unit, mean.numel()))
 
-    def sparse_requests(self, kept: int) -> list[Volume]:
+    def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         norms = [Volume(0, "allgather", 8)] if self.selection == "var" else []
         first = len(norms)
         return [*norms, Volume(first, "broadcast", 4 * kept), Volume(first + 1, "allreduce", 4 * kept)]

@@ -16,7 +16,7 @@ from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements, li
 from hvdcomp.kernels import Collected, advance, clear_, empty, largest, squared_norm
 
 BAND = (0.8, 1.3)
-"""Elements that reach the sampled threshold / k, between which it is not corrected."""
+"""Elements that are sent / k; fewer lower the sampled threshold, more are cut to k."""
 _CORRECTIONS = 10
 _SAMPLED_SHARE = 0.01
 
@@ -28,9 +28,8 @@ class DGC(GatheredSparsifier):
     u = m (u + g) and v = v + u + g. The base optimizer must apply no momentum of its own. At cf 1, and for tensors
     that are excluded, momentum is applied to the mean gradient instead, without masking: plain momentum SGD.
 
-    The threshold is that of a sample of max(1 %, 2 n / k elements), lowered by a factor of .8 or raised by 1.3 in at
-    most 10 rounds until [.8 k, 1.3 k] elements reach it; more than that are cut by magnitude to
-    k = max(1, floor(n / cf)).
+    The threshold is that of a sample of max(1 %, 2 n / k elements), lowered by a factor of .8 in at most 10 rounds
+    until .8 k elements reach it; where more than 1.3 k do, they are cut by magnitude to k = max(1, floor(n / cf)).
 
     On a CPU a worker holds u and v twice, as they are and as they were a step before: a step that is skipped leaves
     them alone, and one that is not need not fetch fresh memory.
@@ -116,13 +115,9 @@ class DGC(GatheredSparsifier):
         threshold = sampled_threshold(values, k)
         top = tail_of(values, self.searched(k), unit, level)
         for _ in range(_CORRECTIONS):
-            reached = top.count(threshold)
-            if reached < BAND[0] * k:
-                threshold *= BAND[0]
-            elif reached > BAND[1] * k:
-                threshold *= BAND[1]
-            else:
+            if top.count(threshold) >= BAND[0] * k:
                 break
+            threshold *= BAND[0]
         found = top.at_least(threshold) if threshold >= top.bound else top.found
         return limited(found, k, self.most(k), values)
 

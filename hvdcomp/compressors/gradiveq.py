@@ -13,6 +13,9 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.requests import Allreduce, Broadcast, Dense, Reduced, Rounds, Unit, Volume
 
+_SQUARABLE = 1e150
+"""Beyond it a float64 has no finite square."""
+
 
 class GradiVeQ(Compressor):
     """A gradient is cut into slices, of which the ``components`` largest principal components travel, by allreduce.
@@ -75,7 +78,7 @@ class GradiVeQ(Compressor):
     def _train(self, acc: Tensor, unit: Unit) -> Rounds:
         """A dense step; after the last of them the state is a basis, before that it is the moments so far."""
         mean = yield Allreduce(acc)
-        slices = self._slices(mean.view(-1)).double()
+        slices = self._slices(mean.view(-1)).double().clamp(-_SQUARABLE, _SQUARABLE)
         moments = slices.t() @ slices
         left = torch.tensor(self.training_steps - 1)
         if "moments" in unit.state:

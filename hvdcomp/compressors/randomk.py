@@ -54,5 +54,5 @@ class RandomK(Sparsifier):
         mean = yield Allreduce(kept.values)
         return SharedSparse(kept.positions, mean, self._outcome_scale(unit, mean.numel()))
 
-    def sparse_requests(self, kept: int) -> list[Volume]:
+    def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         return [Volume(0, "allreduce", 4 * kept)]

@@ -41,6 +41,13 @@ class Alltoall:
 
 
 @dataclass(frozen=True)
+class Alltoallv:
+    """Payload j (1-D uint8, any length) goes to worker j; answered with what came from each, in worker order."""
+
+    payloads: list[Tensor]
+
+
+@dataclass(frozen=True)
 class Broadcast:
     """Answered with ``tensor`` (int32) of worker ``root``; all workers' have its size."""
 
@@ -58,7 +65,7 @@ class Decide:
     kept_sq: tuple[Tensor, Tensor]
 
 
-Request = Allreduce | Allgather | Alltoall | Broadcast | Decide
+Request = Allreduce | Allgather | Alltoall | Alltoallv | Broadcast | Decide
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Sparsifier(Compressor):
         """The rounds that send the chosen elements of ``acc``."""
 
     @abstractmethod
-    def sparse_requests(self, kept: int) -> list[Volume]:
+    def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         """What :meth:`send` asks for with ``kept`` float32 elements."""
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
@@ -108,7 +108,7 @@ class Sparsifier(Compressor):
         numel = torch.Size(shape).numel()
         if self.cf == 1 or numel == 0:
             return [Volume(0, "allreduce", 4 * numel)]
-        return self.sparse_requests(kept_elements(numel, self.cf))
+        return self.sparse_requests(kept_elements(numel, self.cf), workers)
 
     def _decided_rounds(self, acc: Tensor, unit: Unit, levels: tuple[float, float]) -> Rounds:
         kept = yield from self._choose(acc, unit, levels)
@@ -176,7 +176,7 @@ class GatheredSparsifier(Sparsifier):
         received = [decode_sparse(payload, unit.numel) for payload in payloads]
         return Sparse(received, unit.worker, exact=self.wire_type == "fp32")
 
-    def sparse_requests(self, kept: int) -> list[Volume]:
+    def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         return [Volume(0, "allgather", largest_sparse_nbytes(self.most(kept), self.wire_type))]
 
     @property

@@ -42,7 +42,7 @@ class Threshold(GatheredSparsifier):
         return (yield from self.send(kept, acc, unit))
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
-        return self.sparse_requests(kept_elements(torch.Size(shape).numel(), self.cf))
+        return self.sparse_requests(kept_elements(torch.Size(shape).numel(), self.cf), workers)
 
     def select(self, values: Tensor, k: int, unit: Unit, level: int) -> Collected:
         reached = count_at_least(values, self.threshold)

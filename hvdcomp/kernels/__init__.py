@@ -212,6 +212,8 @@ def advance(
 ) -> Tail | None:
     """u' = m u + g and v' = v + u', or with Nesterov u' = m (u + g) and v' = v + u' + g, into ``out``.
 
+    Sums that would leave the type's range become its largest number.
+
     Args:
         u, v, gradient: (n,), as are both of ``out``, which must share no memory with them.
         wanted: how many of the largest elements of v' will be asked for.
@@ -220,12 +222,14 @@ def advance(
         The largest elements of v', the wanted ones at least, where the pass found them.
     """
     if not all(map(_is_compiled, (u, v, gradient, *out))):
+        limit = torch.finfo(v.dtype).max
         if nesterov:
             torch.add(u, gradient, out=out[0]).mul_(momentum)
-            torch.add(v, out[0], out=out[1]).add_(gradient)
+            torch.add(v, out[0].clamp_(-limit, limit), out=out[1]).add_(gradient)
         else:
             torch.add(gradient, u, alpha=momentum, out=out[0])
-            torch.add(v, out[0], out=out[1])
+            torch.add(v, out[0].clamp_(-limit, limit), out=out[1])
+        out[1].clamp_(-limit, limit)
         return None
     weights = [np.float32(x) for x in (momentum, momentum if nesterov else 1, 1 if nesterov else 0)]
     threshold, expected = math.inf, 0

@@ -25,6 +25,7 @@ from hvdcomp.kernels.vector import (
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
+_LARGEST_FLOAT = np.finfo(np.float32).max
 
 _trailing_zeros: Any = numbers.trailing_zeros
 
@@ -222,8 +223,14 @@ def moments(source):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def _saturated(value):  # type: ignore[no-untyped-def]
+    """Within the finite numbers; NaN stays."""
+    return _LARGEST_FLOAT if value > _LARGEST_FLOAT else -_LARGEST_FLOAT if value < -_LARGEST_FLOAT else value
+
+
+@_jit
 def advance(u, v, gradient, momentum, rest, ahead, threshold, next_u, next_v, positions, values):  # type: ignore[no-untyped-def]
-    """next_u = momentum * u + rest * gradient, next_v = v + next_u + ahead * gradient.
+    """next_u = momentum * u + rest * gradient, next_v = v + next_u + ahead * gradient, saturated at finite numbers.
 
     Elements of next_v with a magnitude of at least ``threshold`` are collected as in :func:`accumulate`. Returns their
     number, -1 for want of room.
@@ -242,8 +249,8 @@ def advance(u, v, gradient, momentum, rest, ahead, threshold, next_u, next_v, po
                 count = _append(mask, start, next_v, positions, values, count)
     full |= count > room
     for i in range(whole, size):
-        next_u[i] = u[i] * momentum + gradient[i] * rest
-        next_v[i] = v[i] + next_u[i] + gradient[i] * ahead
+        next_u[i] = _saturated(u[i] * momentum + gradient[i] * rest)
+        next_v[i] = _saturated(v[i] + next_u[i] + gradient[i] * ahead)
         if bits(next_v[i]) >= bound and not full:
             positions[count] = i
             values[count] = next_v[i]

@@ -25,6 +25,7 @@ _DOUBLES, _WORDS = ir.VectorType(ir.DoubleType(), BLOCK), ir.VectorType(_MASK, B
 _BYTES, _QUARTER_BYTES = ir.VectorType(ir.IntType(8), BLOCK), ir.VectorType(ir.IntType(8), BLOCK // 4)
 _QUARTER_INTS = ir.VectorType(_INT, BLOCK // 4)
 _GOLDEN = 0x9E3779B97F4A7C15
+_LARGEST_FLOAT = 3.4028234663852886e38
 _INFINITY = ir.Constant(_INT, 0x7F800000)
 
 
@@ -101,13 +102,16 @@ def moments_block(typing: Any, v: Any, at: Any) -> tuple[Any, Callable[..., Any]
 def momentum_block(
     typing: Any, u: Any, v: Any, g: Any, at: Any, m: Any, rest: Any, ahead: Any, next_u: Any, next_v: Any, bound: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """next_u = m * u + rest * g, next_v = v + next_u + ahead * g; the mask of :func:`reach_block` of next_v."""
+    """next_u = m * u + rest * g, next_v = v + next_u + ahead * g, both saturated at the largest finite number.
+
+    Returns the mask of :func:`reach_block` of next_v.
+    """
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         old_u, old_v, gradient = (_load(context, b, signature, arguments, i, 3) for i in range(3))
         weights = [_splat(b, arguments[i], _FLOATS) for i in (4, 5, 6)]
-        new_u = b.fadd(b.fmul(old_u, weights[0]), b.fmul(gradient, weights[1]))
-        new_v = b.fadd(b.fadd(old_v, new_u), b.fmul(gradient, weights[2]))
+        new_u = _saturated(b, b.fadd(b.fmul(old_u, weights[0]), b.fmul(gradient, weights[1])))
+        new_v = _saturated(b, b.fadd(b.fadd(old_v, new_u), b.fmul(gradient, weights[2])))
         _store(context, b, signature, arguments, 7, 3, new_u)
         _store(context, b, signature, arguments, 8, 3, new_v)
         return _as_mask(b, _reach(b, _magnitude_bits(b, new_v), arguments[9]))
@@ -359,6 +363,13 @@ def _load_wide(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) ->
 def _store(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any, array: int, at: int, block: Any) -> None:
     pointer = _pointer(context, b, signature.args[array], arguments[array], arguments[at], block.type)
     b.store(block, pointer, align=4 if block.type == _FLOATS else 1)
+
+
+def _saturated(b: ir.IRBuilder, floats: Any) -> Any:
+    """Within the finite numbers; NaN stays."""
+    for comparison, limit in ((">", _LARGEST_FLOAT), ("<", -_LARGEST_FLOAT)):
+        floats = b.select(b.fcmp_ordered(comparison, floats, _floats(limit)), _floats(limit), floats)
+    return floats
 
 
 def _floats(value: float) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import hvdcomp
+from hvdcomp import compressors
 from hvdcomp.schedules import GraVAC, Static
 from ranks.tools import (
     LOSSY,
@@ -94,6 +95,7 @@ def check_others_make_one_or_two() -> None:
     assert _counted("none") == [Counter(allreduce=1)] * 4
     assert _counted(hvdcomp.RandomK(cf=10)) == [Counter(allreduce=1)] * 4
     assert _counted("fp16") == [Counter(allreduce=1)] * 4
+    assert _counted(compressors.OkTopK(cf=10), exclude=()) == [Counter(alltoall=1, allgather=1)] * 4
     assert _counted("bf16") == [Counter(alltoall=1, allgather=1)] * 4
 
 

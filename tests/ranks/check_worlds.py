@@ -42,7 +42,7 @@ def _gravac() -> GraVAC:
 def check_a_subset_exchanges_among_itself() -> None:
     members = (1, 3)
     chosen = _set(*members)
-    for method in ("topk", "bf16", "randomk", "powersgd", "none"):
+    for method in ("topk", "oktopk", "bf16", "randomk", "powersgd", "none"):
         params = parameters()
         optimizer = wrap(params, LOSSY[method](), process_set=chosen)
         simulated = world(2, LOSSY[method]())

@@ -20,6 +20,7 @@ LOSSY: dict[str, Callable[[], Any]] = {
     "fp16": hvdcomp.FP16,
     "bf16": hvdcomp.BF16,
     "topk": lambda: hvdcomp.TopK(cf=5),
+    "oktopk": lambda: hvdcomp.compressors.OkTopK(cf=5),
     "randomk": lambda: hvdcomp.RandomK(cf=5, seed=3),
     "powersgd": lambda: hvdcomp.PowerSGD(rank=1),
 }
