@@ -262,7 +262,7 @@ class _Distributed(torch.optim.Optimizer):
             Coordinator(self.schedule, channel) if channel is not None else None,
             label=self._label,
             check_finite=self.compression.checks_finite,
-            static_cf=getattr(self.compression, "cf", None),
+            static_cf=getattr(self.compression, "cf", None) if self.compression.has_levels else None,
             clock=self.schedule.clock,
         )
         self._exchange = exchange
