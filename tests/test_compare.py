@@ -392,3 +392,9 @@ def test_the_pages_convergence_table_has_a_row_for_each_variant_with_its_setting
 def test_the_pages_convergence_table_was_made_by_the_base_of_the_file() -> None:
     base = load_comparison(DIGITS).base.model_dump(exclude_unset=True)
     assert f"All: {setting(base)}." in " ".join(PAGE.split())
+
+
+def test_the_pages_example_of_a_comparison_can_run(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "example.yaml").write_text(example)
+    assert len(plan(load_comparison(tmp_path / "example.yaml"), 2)) == 9
