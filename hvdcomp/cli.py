@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hvdcomp.config import ConfigError, RunConfig, did_you_mean, fields, load
+from hvdcomp.config import ConfigError, RunConfig, did_you_mean, fields, load, load_comparison
 
 if TYPE_CHECKING:
     from hvdcomp.training.launcher import Job
@@ -77,6 +77,47 @@ def train(
         again = [*(["--resume"] if resume else []), "--on-world-change", on_world_change]
         command = [sys.executable, "-m", "hvdcomp", "train", str(config), *again, *(overrides or [])]
         raise typer.Exit(_launch(_job(command, workers, launcher, hosts, hostfile), settings))
+
+
+@app.command()
+def compare(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file with base, variants, baseline, seeds, workers, run_dir.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="For example base.epochs=5 seeds=[0,1] variants.topk.compression.cf=9"
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("-np", "--workers", min=1, help="Workers of each run; default: the file's.")
+    ] = None,
+    launcher: Annotated[Literal["mpirun", "horovodrun"], typer.Option(help="What starts the workers.")] = "mpirun",
+    hosts: Annotated[str | None, typer.Option("--hosts", "-H", help="node1:4,node2:4; default: this machine.")] = None,
+    hostfile: Annotated[str | None, typer.Option(help="The launcher's file of hosts and slots.")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Train these variants and the baseline; default: all.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Train with the first so many of the file's seeds; default: with all.")
+    ] = None,
+) -> None:
+    """Train several configurations with several seeds each, and put what came out side by side.
+
+    Runs that are finished with the same configuration are not repeated, so that the same command goes on with an
+    interrupted comparison. The table and comparison.json in run_dir hold all that is finished.
+    """
+    from hvdcomp.training.comparison import compare as run_comparison
+    from hvdcomp.training.progress import make_console
+    from hvdcomp.training.worker import is_launched
+
+    if is_launched():
+        _fail("compare starts the workers of each run itself: call it without mpirun, horovodrun or srun")
+    comparison = _checked(lambda: load_comparison(config, overrides or []))
+    job = _job([], workers or comparison.workers, launcher, hosts, hostfile)
+    chosen = only.split(",") if only else []
+    raise typer.Exit(_checked(lambda: run_comparison(comparison, job, make_console(), chosen, seeds)))
 
 
 @app.command(name="list")

@@ -1,4 +1,5 @@
-"""The configuration of a training run: a YAML file, `key=value` overrides, and one validated schema for both.
+"""The configuration of a training run, and of a comparison of several: a YAML file, `key=value` overrides, and one
+validated schema for both.
 
 What a name in it stands for (a model, a compressor, ...) and which parameters that takes is checked by
 `hvdcomp.training.parts.resolve`; this module knows only the file's form.
@@ -10,10 +11,10 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 
@@ -29,6 +30,9 @@ class _Section(BaseModel):
     def _name_alone(cls, value: Any) -> Any:
         """`compression: none` is short for `compression: {name: none}`."""
         return {"name": value} if isinstance(value, str) and "name" in cls.model_fields else value
+
+
+_Schema = TypeVar("_Schema", bound=_Section)
 
 
 class _Choice(_Section):
@@ -135,11 +139,95 @@ class RunConfig(_Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
 
 
+OF_EACH_RUN = ("seed", "run_dir")
+"""Fields of a run that its comparison sets."""
+
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+class ComparisonConfig(_Section):
+    """Configurations that differ from a common one, each to be trained with several seeds."""
+
+    base: RunConfig = Field(RunConfig(), description="what all variants have in common, as in a file for `train`")
+    variants: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="name: what differs from `base`, in the form of `base`; {} is `base` itself"
+    )
+    baseline: str = Field("dense", description="the variant that the others are compared with")
+    seeds: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(
+        [0, 1, 2], min_length=1, description="every variant is trained once with each"
+    )
+    workers: int = Field(2, ge=1, description="of each run")
+    run_dir: str | None = Field(None, description="folder of all runs; null: runs/<name of the file>")
+
+    @field_validator("base")
+    @classmethod
+    def _leaves_to_the_comparison(cls, base: RunConfig) -> RunConfig:
+        _check_left_out("base", base.model_fields_set)
+        return base
+
+    @field_validator("variants")
+    @classmethod
+    def _names_folders(cls, variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, changed in variants.items():
+            if not _FOLDER_NAME.fullmatch(name):
+                raise ValueError(f"a name may hold letters, digits, '.', '_' and '-' (it names a folder), got {name!r}")
+            _check_left_out(name, changed)
+        return variants
+
+    @field_validator("baseline")
+    @classmethod
+    def _is_a_variant(cls, baseline: str, info: ValidationInfo) -> str:
+        variants = info.data.get("variants", {baseline: {}})
+        if baseline not in variants:
+            hint = did_you_mean(baseline, variants)
+            raise ValueError(f"must be one of the variants ({', '.join(variants)}), got {baseline!r}{hint}")
+        return baseline
+
+    @field_validator("seeds")
+    @classmethod
+    def _differ(cls, seeds: list[int]) -> list[int]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"each must be given once, got {seeds}")
+        return seeds
+
+    def variant(self, name: str) -> RunConfig:
+        """`base` with what the variant changes. Raises ConfigError for what it holds."""
+        values = self.base.model_dump()
+        for key, changed in self.variants[name].items():
+            if isinstance(changed, Mapping) and _kind(RunConfig, key):
+                for part in sorted(changed, key="name".__ne__):  # another name drops the parameters of the one before
+                    _set(values, [key, part], changed[part], f"variants.{name}")
+            else:
+                _set(values, [key], changed, f"variants.{name}")
+        return parse(values, f"variants.{name}")
+
+
+def _check_left_out(where: str, keys: Iterable[str]) -> None:
+    for key in OF_EACH_RUN:
+        if key in keys:
+            raise ValueError(f"{key} of {where}: leave it out, the comparison sets it for each run (seeds, run_dir)")
+
+
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `dotted.key=value` overrides, validate.
 
     Raises ConfigError when the file cannot be read, or for what it or an override holds.
     """
+    return _load(path, overrides, RunConfig)
+
+
+def load_comparison(path: Path | str, overrides: Sequence[str] = ()) -> ComparisonConfig:
+    """The same for a comparison's file; its variants are validated too. Raises ConfigError."""
+    comparison = _load(path, overrides, ComparisonConfig)
+    for name in comparison.variants:
+        try:
+            comparison.variant(name)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return comparison
+
+
+def _load(path: Path | str, overrides: Sequence[str], schema: type[_Schema]) -> _Schema:
     path = Path(path)
     values = _read(path)
     for override in overrides:
@@ -147,15 +235,19 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     values.setdefault("run_dir", f"runs/{path.stem}")
     if values["run_dir"] is None:
         values["run_dir"] = f"runs/{path.stem}"
-    return parse(values, source=str(path))
+    return _parse(values, str(path), schema)
 
 
 def parse(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:
     """Validate a tree of values. Raises ConfigError with one line per fault, headed by `source`."""
+    return _parse(values, source, RunConfig)
+
+
+def _parse(values: Mapping[str, Any], source: str, schema: type[_Schema]) -> _Schema:
     try:
-        return RunConfig.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        faults = [_explain(fault) for fault in error.errors()]
+        faults = [_explain(fault, schema) for fault in error.errors()]
     if len(faults) == 1:
         raise ConfigError(f"{source}: {faults[0]}")
     raise ConfigError("\n  ".join([f"{source}: {len(faults)} faults", *faults]))
@@ -231,8 +323,8 @@ def _set(values: dict[str, Any], parts: Sequence[str], value: Any, override: str
     for part in path:
         values[part] = _opened(values.get(part), part, override)
         values = values[part]
-    if last == "name" and values.get(last) != value and len(path) == 1:
-        _drop_params(values, path[0])
+    if last == "name" and values.get(last) != value and path:
+        _drop_params(values, path[-1])
     values[last] = value
 
 
@@ -246,55 +338,63 @@ def _opened(section: Any, key: str, override: str) -> dict[str, Any]:
 
 def _drop_params(values: dict[str, Any], section: str) -> None:
     """Another name has parameters of its own."""
-    field = RunConfig.model_fields.get(section)
-    kind = field.annotation if field else None
-    if isinstance(kind, type) and issubclass(kind, _Choice):
+    kind = _kind(RunConfig, section)
+    if kind is not None and issubclass(kind, _Choice):
         for stale in set(values) - set(kind.model_fields):
             del values[stale]
 
 
-def _explain(fault: ErrorDetails) -> str:
+def _explain(fault: ErrorDetails, schema: type[BaseModel]) -> str:
     """One fault in one line: the field, what was given, what is allowed."""
     path = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        allowed = list(_section_at(fault["loc"][:-1]).model_fields)
-        hint = _nearest_key(str(fault["loc"][-1]), allowed)
+        allowed = list(_section_at(fault["loc"][:-1], schema).model_fields)
+        hint = _nearest_key(str(fault["loc"][-1]), allowed, schema)
         return f"unknown key {path!r}, given {_brief(fault['input'])}{hint}; allowed: {', '.join(allowed)}"
+    if fault["type"] == "missing":
+        return f"{path} is missing{_meaning(fault['loc'], schema)}"
     if fault["type"] == "value_error":
         return f"{path}: {fault['ctx']['error']}"
     if fault["type"] == "model_type":
-        allowed = list(_section_at(fault["loc"]).model_fields)
+        allowed = list(_section_at(fault["loc"], schema).model_fields)
         return f"{path} must be a section with the keys {', '.join(allowed)}; given {_brief(fault['input'])}"
     if fault["type"] == "literal_error":
         allowed = fault["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         hint = did_you_mean(str(fault["input"]), allowed)
         return f"{path} must be one of {', '.join(allowed)}; given {_brief(fault['input'])}{hint}"
     wanted = fault["msg"].removeprefix("Input should be ")
-    return f"{path} must be {wanted}; given {_brief(fault['input'])}{_meaning(fault['loc'])}"
+    return f"{path} must be {wanted}; given {_brief(fault['input'])}{_meaning(fault['loc'], schema)}"
 
 
-def _nearest_key(given: str, allowed: Sequence[str]) -> str:
+def _nearest_key(given: str, allowed: Sequence[str], schema: type[BaseModel]) -> str:
     """The nearest key of this section, else the one elsewhere that has this name, or that speaks of it."""
-    known = {key: meaning for key, _, _, meaning in fields()}
+    known = {key: meaning for key, _, _, meaning in fields(schema)}
     elsewhere = [key for key in known if key.endswith(f".{given}")]
     described = [key for key, meaning in known.items() if given.replace("_", " ").lower() in meaning]
     return did_you_mean(given, allowed) or next((f" (did you mean {k!r}?)" for k in elsewhere + described), "")
 
 
-def _section_at(location: Sequence[int | str]) -> type[BaseModel]:
-    section: type[BaseModel] = RunConfig
+def _section_at(location: Sequence[int | str], schema: type[BaseModel]) -> type[BaseModel]:
+    section = schema
     for part in location:
-        kind = section.model_fields[str(part)].annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        kind = _kind(section, str(part))
+        if kind is None:
             break
         section = kind
     return section
 
 
-def _meaning(location: Sequence[int | str]) -> str:
+def _kind(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section that a key stands for; None where it stands for a value, or for nothing."""
+    field = section.model_fields.get(key)
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _meaning(location: Sequence[int | str], schema: type[BaseModel]) -> str:
     """ " (samples per worker and step)": the field's description, if the location names one."""
     names = [part for part in location if isinstance(part, str)]
-    field = _section_at(names[:-1]).model_fields.get(names[-1]) if names else None
+    field = _section_at(names[:-1], schema).model_fields.get(names[-1]) if names else None
     return f" ({field.description})" if field and field.description else ""
 
 

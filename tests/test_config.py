@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from training_runs import ROOT
 
-from hvdcomp.config import ConfigError, RunConfig, fields, load, parse
+from hvdcomp.config import ConfigError, RunConfig, fields, load, load_comparison, parse
+from hvdcomp.training.comparison import plan
 from hvdcomp.training.parts import resolve
 
 CONFIG = """
@@ -194,4 +195,7 @@ def test_every_field_is_documented() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_resolves(path: Path) -> None:
-    resolve(load(path), workers=4)
+    if "\nvariants:" in path.read_text():
+        plan(load_comparison(path), workers=4)
+    else:
+        resolve(load(path), workers=4)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from hvdcomp.training.worker import LaunchError
 
@@ -87,7 +88,7 @@ class Job:
         return hosts + ([hostfile_option, self.hostfile] if self.hostfile else [])
 
 
-def run(job: Job, progress: str) -> int:
+def run(job: Job, progress: str, output: IO[bytes] | None = None) -> int:
     """Run a job to its end.
 
     SIGINT, SIGTERM and SIGHUP are passed on once; a launcher that does not end within `GRACE_S` is killed, and with it
@@ -95,6 +96,7 @@ def run(job: Job, progress: str) -> int:
 
     Args:
         progress: how worker 0 shows its progress, "bar" or "lines" (horovodrun puts a prefix before each line).
+        output: file that takes what the job writes; None: what this process writes to.
 
     Returns the launcher's exit code; 128 + the signal's number if one ended the job.
     """
@@ -104,7 +106,14 @@ def run(job: Job, progress: str) -> int:
     command_line = job.command_line(environment)
     log.info("starting: %s", shlex.join(command_line))
     with _Signals() as signals:
-        child = subprocess.Popen(command_line, env=environment, stdin=subprocess.DEVNULL, preexec_fn=_become_launcher)
+        child = subprocess.Popen(
+            command_line,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=_become_launcher,
+        )
         signals.pass_on_to(child)
         code = _wait(child, signals)
     return 128 + signals.received if signals.received else code if code >= 0 else 128 - code

@@ -36,6 +36,8 @@ def check_every_method_trains_and_keeps_replicas_alike() -> None:
         optimizer.check_replicas()
         assert any(not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True)), name
         assert all(torch.isfinite(parameter).all() for parameter in model.parameters()), name
+        record = optimizer.last_step
+        assert record.cf == (compressor.cf if compressor.has_levels else record.bytes_dense / record.bytes_sent), name
 
 
 def check_every_method_equals_the_simulation() -> None:
