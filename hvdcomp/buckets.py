@@ -20,6 +20,8 @@ from hvdcomp.feedback import ErrorFeedback
 logger = logging.getLogger(__name__)
 
 GRANULARITIES = ("tensor", "bucket", "model")
+LARGE = 2**18
+"""Bytes from which a dense tensor travels by itself: a copy into a common buffer would cost more than it saves."""
 MIN_BUCKET_MB = 1e-9
 """Less than a byte: every tensor is a bucket of its own."""
 ONE_DIMENSIONAL = "1d"
@@ -104,18 +106,33 @@ class Bucket:
     @cached_property
     def dense_parts(self) -> list[Part]:
         """Every tensor as plain Horovod would exchange it."""
-        sparse = {part.unit.name for part in self.parts if part.sparse}
-        parts = [
-            Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None, spec.name in sparse)
-            for spec in self.members
-        ]
-        return sorted(parts, key=lambda part: natural_key(part.unit.name))
+        sparse = [part for part in self.parts if part.sparse]
+        names = {part.unit.name for part in sparse}
+        dense = plain_parts(self.index, [spec for spec in self.members if spec.name not in names])
+        return sorted([*sparse, *dense], key=lambda part: natural_key(part.unit.name))
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts "layer.2" before "layer.10", alike in every process; different names ("1" and "01") never tie."""
     pieces = re.split(r"(\d+)", name)
     return (*((1, int(p), "") if p.isdecimal() else (0, 0, p) for p in pieces), (0, 0, name))
+
+
+def plain_parts(bucket: int, specs: Iterable[Spec]) -> list[Part]:
+    """Tensors that travel as they are: large ones by themselves, small ones of one type and device as one."""
+    parts: list[Part] = []
+    small: dict[tuple[torch.dtype, torch.device], list[Spec]] = {}
+    for spec in specs:
+        if spec.nbytes >= LARGE:
+            parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None))
+        else:
+            small.setdefault((spec.dtype, spec.device), []).append(spec)
+    for number, together in enumerate(small.values()):
+        unit = Unit(f"bucket.{bucket}.dense.{number}", torch.Size([sum(spec.numel for spec in together)]))
+        if len(together) == 1:
+            unit = Unit(together[0].name, together[0].shape)
+        parts.append(Part(unit, together, NoCompression(), None))
+    return parts
 
 
 def is_excluded(spec: Spec, exclude: Sequence[str]) -> bool:
@@ -221,16 +238,21 @@ class Layout:
     def _parts(self, bucket: int, members: list[Spec], sparse: frozenset[str]) -> list[Part]:
         parts: list[Part] = []
         together: dict[tuple[torch.dtype, torch.device], list[Spec]] = {}
+        plain: list[Spec] = []
         for spec in members:
             if spec.name in sparse:
                 parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None, sparse=True))
             elif is_excluded(spec, self.excluded) or isinstance(self.compressor, NoCompression):
-                dense = self.compressor.for_excluded() or NoCompression()
-                parts.append(Part(Unit(spec.name, spec.shape), [spec], dense, None))
+                dense = self.compressor.for_excluded()
+                if dense is None:
+                    plain.append(spec)
+                else:
+                    parts.append(Part(Unit(spec.name, spec.shape), [spec], dense, None))
             elif self.granularity == "tensor":
                 parts.append(self._compressed_part(spec.name, spec.shape, [spec]))
             else:
                 together.setdefault((spec.dtype, spec.device), []).append(spec)
+        parts += plain_parts(bucket, plain)
         for number, specs in enumerate(together.values()):
             shape = torch.Size([sum(spec.numel for spec in specs)])
             parts.append(self._compressed_part(f"bucket.{bucket}.{number}", shape, specs))

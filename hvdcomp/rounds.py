@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hvdcomp.buckets import Bucket, Part, Spec
+from hvdcomp.buckets import LARGE, Bucket, Part, Spec
+from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.requests import (
     Allgather,
@@ -35,9 +36,6 @@ from hvdcomp.wire import decode_frames, encode_frame
 
 LARGEST_ALLGATHER = 2**31 - 2**20
 """Bytes: Horovod counts what an allgather returns in int32; a little is left for frames."""
-
-LARGE = 2**18
-"""Bytes from which a tensor is reduced by itself: a copy into a common buffer would cost more than it saves."""
 
 _KINDS: dict[type, str] = {
     Allreduce: "allreduce",
@@ -236,7 +234,7 @@ class BucketRun:
             self._acc[number] = _join(part, gradients)
             if part.unscaled and self.context.scale != 1.0:
                 self._acc[number] = self._acc[number] / self.context.scale
-            if not self.context.check_finite:
+            if not self.context.check_finite or self._is_checked_later(part):
                 return True
             unit.moments = moments_in_passing(self._acc[number])
             norm_sq = float(squared_norm(self._acc[number])) if unit.moments is None else unit.moments.total_sq
@@ -244,6 +242,11 @@ class BucketRun:
             done = Accumulated(finite, norm_sq / self.context.scale**2, norm_sq)
         self._sums[number] = done
         return done.finite
+
+    def _is_checked_later(self, part: Part) -> bool:
+        """Its mean tells whether all gradients were finite, while others are on their way; a decision cannot wait."""
+        plain = type(part.compressor) is NoCompression and part.dtype != torch.bfloat16
+        return plain and self.context.levels is None
 
     def _flat_gradients(self, part: Part) -> list[tuple[int, Tensor]]:
         """(offset, flat gradient) of each member that has one; a missing one is zero."""
@@ -334,7 +337,8 @@ class BucketRun:
             pieces = result.split([tensor.shape[1] for tensor in tensors], dim=1)
             return {n: piece.contiguous() for n, piece in zip(fused.parts, pieces, strict=True)}
         if self.context.check_finite and result.is_floating_point() and result.numel():
-            self.finite &= not bool(torch.isnan(result[0]))
+            whole = any(self._is_checked_later(self.parts[number]) for number in fused.parts)
+            self.finite &= is_finite(result) if whole else not bool(torch.isnan(result[0]))
         pieces = result.split([tensor.numel() for tensor in tensors])
         return {n: p.view(t.shape) for n, p, t in zip(fused.parts, pieces, tensors, strict=True)}
 
@@ -358,6 +362,11 @@ class BucketRun:
                 self.gradients.write(member, _saturated(mean[offset : offset + member.numel], member.dtype))
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether all elements of a 1-D tensor are."""
+    return math.isfinite(float(squared_norm(values))) or bool(torch.isfinite(values).all())
+
+
 def _tensor_of(request: Request) -> Tensor:
     assert isinstance(request, (Allreduce, Alltoall, Broadcast))
     return request.tensor
@@ -373,6 +382,8 @@ def _join(part: Part, gradients: list[tuple[int, Tensor]]) -> Tensor:
     """The flat gradient of a unit that keeps no residual."""
     if len(part.members) == 1 and gradients:
         return gradients[0][1].to(part.dtype)
+    if len(gradients) == len(part.members):
+        return torch.cat([gradient.to(part.dtype) for _, gradient in gradients])
     joined = torch.zeros(part.unit.numel, dtype=part.dtype, device=part.members[0].device)
     for offset, gradient in gradients:
         joined[offset : offset + gradient.numel()] = gradient

@@ -178,7 +178,7 @@ def test_only_compressed_units_keep_a_residual() -> None:
         made = Layout(compressor, exclude=("1d",)).buckets(
             [spec("w", 2, 2), spec("b", 2), spec("e", 5, 2)], sparse=["e"]
         )
-        parts = {part.unit.name: part for bucket in made for part in bucket.parts}
+        parts = {member.name: part for bucket in made for part in bucket.parts for member in part.members}
         assert (parts["w"].feedback is not None) == keeps
         assert parts["b"].feedback is None
         assert parts["e"].feedback is None

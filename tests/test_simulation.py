@@ -160,13 +160,13 @@ def test_gradients_are_neither_changed_nor_kept(
 @pytest.mark.parametrize("compressor", [*every_method(), *LOSS_FREE], ids=repr)
 def test_what_travels_is_contiguous(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod refuses anything else, and gradients of a strided or expanded vector are not."""
-    original = simulation._collective
+    original = simulation.collective
 
     def collective(requests: list[Any]) -> list[Tensor]:
         assert all(request.buffer.is_contiguous() for request in requests)
         return original(requests)
 
-    monkeypatch.setattr(simulation, "_collective", collective)
+    monkeypatch.setattr(simulation, "collective", collective)
     for gradient in (torch.randn(20)[::2], torch.ones(1).expand(10), torch.randn(4, 6, 2)[..., 0]):
         world = World(2, compressor)
         for _ in range(2):
