@@ -61,7 +61,9 @@ class DataChoice(_Choice):
 
 
 class CompressionChoice(_Choice):
-    name: str = Field("none", description="a method of `hvdcomp list compressors`")
+    name: str = Field(
+        "none", description="a method of `hvdcomp list compressors`; auto: top-k or Ok-Topk at CF 100, never_slower"
+    )
 
 
 class ScheduleChoice(_Choice):
@@ -114,6 +116,9 @@ class RunConfig(_Section):
         None,
         description='name patterns of parameters that stay dense; "1d": all of fewer than two dimensions; "<1024": all '
         "of fewer elements; null: what the method's paper does",
+    )
+    never_slower: bool = Field(
+        False, description="exchange dense for as long as that is measured to be faster; compression: auto has it on"
     )
     epochs: int = Field(10, ge=1, description="length of the run in passes over the training data")
     steps: int | None = Field(None, ge=1, description="length of the run in steps; overrides `epochs`; null: not given")

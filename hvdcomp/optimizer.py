@@ -69,7 +69,8 @@ def DistributedOptimizer(
         optimizer: any ``torch.optim.Optimizer``; its state, defaults and parameter groups are kept.
         named_parameters: ``model.named_parameters()``; names must be the same on all workers.
         compression: a compressor (``hvdcomp.TopK(cf=100)``), its name (``"topk"``), Horovod's ``Compression.*``, or
-            "auto": top-k at CF 100 wherever that is measured to be faster than dense exchanges.
+            "auto": the 1 % largest elements, by top-k or Ok-Topk, whichever moves fewer bytes with so many workers, and
+            dense exchanges where they are measured to be faster.
         backward_passes_per_step: gradients of so many backward passes are summed (not averaged) before an exchange.
         op: ``hvd.Average`` (default) or ``hvd.Sum``; ``hvd.Adasum`` without a compressor only.
         gradient_predivide_factor: gradients are divided by it before the sum, by size / it after; Average only.
@@ -115,7 +116,7 @@ def DistributedOptimizer(
         logger.warning("%s is set: this is stock Horovod, without compression", DISABLE_VARIABLE)
         stock_compression = _stock_compression(hvd, compression)
         return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, stock_compression, **stock))
-    compressor = as_compressor(compression)
+    compressor = as_compressor(compression, process_set.size())
     check_op(hvd, compressor, op)
     if op == hvd.Adasum:
         return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, hvd.Compression.none, **stock))

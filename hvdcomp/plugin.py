@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdcomp.buckets import Layout, Spec
-from hvdcomp.compressors import FP16, Compressor, NoCompression, TopK, create
+from hvdcomp.compressors import FP16, Compressor, NoCompression, OkTopK, TopK, create
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume
 from hvdcomp.exchange import Exchange, HorovodTransport
 from hvdcomp.horovod_api import horovod, initialised_horovod, label_of
@@ -25,9 +25,24 @@ _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 AUTO = "auto"
 """What a user who leaves the choice to us gives as ``compression=``."""
 _AUTO_CF = 100.0
+_AUTO_SHAPE = (1024, 1024)
+"""Of a tensor for which volumes are compared."""
 
 
-def as_compressor(compression: Any) -> Compressor:
+def automatic(workers: int) -> Compressor:
+    """Of the exchanges of the largest elements the one that moves the fewest bytes with so many workers."""
+    candidates = [TopK(_AUTO_CF), OkTopK(_AUTO_CF)]
+    return min(candidates, key=lambda method: volume(method.requests(_AUTO_SHAPE, workers), workers))
+
+
+def volume(requests: Sequence[Volume], workers: int) -> float:
+    """Bytes that one worker sends and receives, where collectives go round a ring."""
+    others, share = workers - 1, (workers - 1) / workers
+    passes = {"allreduce": 4 * share, "allgather": 2 * others, "alltoall": 2 * share, "broadcast": 2}
+    return sum(request.nbytes * passes[request.kind] for request in requests)
+
+
+def as_compressor(compression: Any, workers: int) -> Compressor:
     """What a user may give as ``compression=``, as a compressor.
 
     Raises:
@@ -36,7 +51,7 @@ def as_compressor(compression: Any) -> Compressor:
     if isinstance(compression, Compressor):
         return compression
     if isinstance(compression, str):
-        return TopK(_AUTO_CF) if compression == AUTO else create(compression)
+        return automatic(workers) if compression == AUTO else create(compression)
     stock = horovod().Compression
     if compression is stock.none:
         return NoCompression()

@@ -66,7 +66,8 @@ class World:
         check_count("size", size, hint="workers")
         if parameters and isinstance(compression, Compressor):
             raise ValueError(f"parameters {sorted(parameters)} go with a compressor's name, got an object")
-        compressor = create(compression, **parameters) if isinstance(compression, str) else as_compressor(compression)
+        named = isinstance(compression, str) and parameters
+        compressor = create(str(compression), **parameters) if named else as_compressor(compression, size)
         chosen, compressor = as_schedule(schedule, compressor)
         self.size = size
         self.compression = compressor

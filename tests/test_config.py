@@ -87,6 +87,7 @@ MISFITS = [
     ("schedule=gravac compression=powersgd", "schedule", "powersgd has none; take one of topk"),
     ("schedule=gravac compression={name: redsync, quantise: true}", "schedule", "does not fit an adaptive schedule"),
     ("schedule=gravac compression=fp16", "schedule", "fp16 has none"),
+    ("never_slower=true compression=signum", "never_slower", "signum keeps momentum"),
     ("schedule=warmup compression=powersgd", "schedule", "warmup chooses compression factors, powersgd has none"),
     ("schedule=warmup schedule.epochs_each=0", "schedule", "epochs_each must be a whole number >= 1, got 0"),
     ("schedule=warmup schedule.epochs_each=2 schedule.steps_each=9", "schedule", "not both, got 9 and 2"),
@@ -199,3 +200,11 @@ def test_every_configuration_resolves(path: Path) -> None:
         plan(load_comparison(path), workers=4)
     else:
         resolve(load(path), workers=4)
+
+
+def test_auto_is_resolved_for_the_number_of_workers(config_file: Path) -> None:
+    config = load(config_file, ["compression=auto", "schedule=static"])
+    resolved = {workers: resolve(config, workers) for workers in (2, 4)}
+    assert [resolved[workers].compression.name for workers in (2, 4)] == ["topk", "oktopk"]
+    assert all(one.never_slower for one in resolved.values())
+    assert not resolve(load(config_file, ["compression=topk", "schedule=static"])).never_slower

@@ -15,6 +15,7 @@ from hvdcomp.buckets import Layout
 from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
+from hvdcomp.plugin import AUTO, automatic
 from hvdcomp.schedules import Schedule, Warmup
 from hvdcomp.training.data import DATASETS, Data, as_data, cut, test_batches
 from hvdcomp.training.models import MODELS
@@ -42,6 +43,11 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
         )
     if schedule.adaptive:
         _make("schedule", compressor.as_selector, {})
+    if config.never_slower and compressor.keeps_gradients:
+        raise ConfigError(
+            f"never_slower: {config.compression.name} keeps momentum that a dense step would not keep up to date; leave "
+            "never_slower out, or take a method without momentum of its own"
+        )
     _check_fit(build_model(config), build_data(config), config, workers)
     return config
 
@@ -98,6 +104,9 @@ def _with_defaults(config: RunConfig, workers: int) -> RunConfig:
     model = _resolved_params(MODELS, "model", config.model.name, config.model.params)
     data = _resolved_params(DATASETS, "data", config.data.name, config.data.params)
     own = {"name": config.data.name, "batch_size": config.data.batch_size}
+    if config.compression.name == AUTO and not config.compression.params:
+        chosen = _described(automatic(workers))
+        config = RunConfig.model_validate(config.model_dump() | {"compression": chosen, "never_slower": True})
     config = RunConfig.model_validate(
         config.model_dump()
         | {"model": {"name": config.model.name, **model}, "data": {**own, **data}}

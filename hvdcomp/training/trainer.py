@@ -271,6 +271,7 @@ class Trainer:
             granularity=config.granularity,
             bucket_mb=config.bucket_mb,
             exclude=config.exclude,
+            never_slower=config.never_slower,
         )
 
     def _make_recorder(self) -> GradientRecorder:

@@ -462,7 +462,7 @@ def check_honest_switch_skips_what_is_not_finite() -> None:
 
 def check_auto_is_top_k_with_the_honest_switch() -> None:
     optimizer = wrap(parameters(), "auto")
-    assert optimizer.compression == hvdcomp.TopK(cf=100)
+    assert optimizer.compression == hvdcomp.TopK(cf=100)  # with two workers; see test_plugin.py
     params = dict(optimizer._parameters)
     give(params, gradients(0, me()))
     optimizer.synchronize()

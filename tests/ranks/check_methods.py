@@ -42,6 +42,7 @@ def check_every_method_trains_and_keeps_replicas_alike() -> None:
 
 def check_every_method_equals_the_simulation() -> None:
     shapes = {"a": (12, 10), "b": (6, 5, 3)}
+    rounding = 1e-6 if hvd.size() == 2 else 2e-5  # a ring of three sums in another order, and PowerSGD feeds it back
     for compressor in every_method():
         params = {n: torch.nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
         base = torch.optim.SGD(list(params.values()), lr=1.0, momentum=0.0)
@@ -55,7 +56,7 @@ def check_every_method_equals_the_simulation() -> None:
                 parameter.grad = grads[hvd.rank()][n].clone()
             optimizer.synchronize()
             for n, parameter in params.items():
-                assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=1e-6), (compressor, n)
+                assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=rounding), (compressor, n)
             with optimizer.skip_synchronize():
                 optimizer.step()
 
