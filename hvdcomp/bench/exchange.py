@@ -128,6 +128,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, str]]:
                 "method": f"{row['method']} again" if again else row["method"],
                 "parameters": ", ".join(f"{key}={value}" for key, value in row["params"].items()),
                 "MB sent": f"{row['nbytes'] / 1e6:.3g}",
+                "MB more": "" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}",
                 **{
                     f"{name} ms": "" if row[f"{name}_ms"] is None else f"{row[f'{name}_ms']:.1f}"
                     for name in ("encode", "exchange", "wait", "decode", "step")

@@ -52,6 +52,7 @@ class Contestant:
     """A method with its optimizer, and what its steps took.
 
     Attributes:
+        peak_nbytes: by how much the process grew at most in its first steps; None where the system does not tell.
         step_s: seconds of each step, the slowest rank's.
         parts_s: rank 0's seconds of each step by name, of our own optimizer.
     """
@@ -61,6 +62,7 @@ class Contestant:
     parameters: list[nn.Parameter]
     optimizer: Any
     nbytes: int = 0
+    peak_nbytes: int | None = None
     step_s: list[float] = field(default_factory=list)
     parts_s: list[dict[str, float]] = field(default_factory=list)
     _waiting: Any = None
@@ -155,8 +157,11 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
     order = np.random.default_rng(0)
     rounds = 0
     for contestant in contestants:  # compiles, negotiates, fills residuals
+        before = _resident_nbytes("VmRSS") if _reset_peak() else None
         for _ in range(plan["warmup"]):
             arena.step(contestant)
+        if before is not None:
+            contestant.peak_nbytes = max(0, _resident_nbytes("VmHWM") - before)
         while not contestant.settled:
             arena.step(contestant)
         contestant.step_s.clear()
@@ -174,6 +179,21 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
         settled = 1 - plan["tolerance"] <= low and high <= 1 + plan["tolerance"]
         if rounds >= plan["min_rounds"] and (settled or slowest[-1] > plan["limit_s"]):
             return [_row(contestant, contestants[0], plan) for contestant in contestants]
+
+
+def _reset_peak() -> bool:
+    """Let the process's peak begin anew. Returns whether the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_nbytes(field: str) -> int:
+    """The process's resident memory, "VmRSS", or its peak, "VmHWM"."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
 
 
 def interval(reference_s: list[float], steps_s: list[float]) -> tuple[float, float]:
@@ -201,6 +221,7 @@ def _row(contestant: Contestant, dense: Contestant, plan: Mapping[str, Any]) -> 
         "bandwidth": plan["bandwidth"],
         "ranks": hvd.size(),
         "nbytes": contestant.nbytes,
+        "peak_mb": None if contestant.peak_nbytes is None else contestant.peak_nbytes / 1e6,
         **parts,
         "step_ms": 1e3 * float(np.median(step_s)),
         "step_ms_quartiles": [1e3 * float(q) for q in np.percentile(step_s, [25, 75])],

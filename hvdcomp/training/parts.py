@@ -45,8 +45,8 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
         _make("schedule", compressor.as_selector, {})
     if config.never_slower and compressor.keeps_gradients:
         raise ConfigError(
-            f"never_slower: {config.compression.name} keeps momentum that a dense step would not keep up to date; leave "
-            "never_slower out, or take a method without momentum of its own"
+            f"never_slower: {config.compression.name} keeps momentum, which a dense step would not keep up to date; "
+            "leave never_slower out, or take a method without momentum of its own"
         )
     _check_fit(build_model(config), build_data(config), config, workers)
     return config
