@@ -176,7 +176,10 @@ def exchange(
         str, typer.Option(help="Of the hosts' links, such as 100mbit,1gbit,10gbit,none; none is unlimited.")
     ] = "100mbit,1gbit,none",
     compression: Annotated[
-        str, typer.Option(help="Methods beside plain Horovod, such as topk:cf=100,powersgd:rank=4.")
+        str,
+        typer.Option(
+            help="Methods beside plain Horovod, such as topk:cf=100,powersgd:rank=4,topk:cf=2:never_slower=true."
+        ),
     ] = "none,topk:cf=100,powersgd:rank=4",
     compute: Annotated[float, typer.Option(min=0, help="Seconds of a simulated backward pass.")] = 0.0,
     limit: Annotated[

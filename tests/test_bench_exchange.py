@@ -69,6 +69,7 @@ def test_bandwidths(text: str, rate: float | None) -> None:
         (["--bandwidth=0mbit"], "bandwidth must be such as 100mbit"),
         (["--compression=topk:cf=0.5"], "cf must be >= 1"),
         (["--compression=topkk"], "did you mean"),
+        (["--compression=topk:gravac=twice"], "valid: once, paper"),
         (["--compression=topk:cf"], "write NAME:KEY=VALUE"),
         (["--json=/nowhere/rows.json"], "cannot be written"),
     ],
@@ -169,14 +170,14 @@ def test_rows_of_a_real_exchange(hosts: bool, tmp_path: Path, monkeypatch: pytes
         str(tmp_path / "run.yaml"),
         2,
         bandwidth,
-        "none,topk:cf=10,topk:cf=2:never_slower=true,auto,powersgd:rank=1",
+        "none,topk:cf=10,topk:cf=2:never_slower=true,auto,powersgd:rank=1,topk:gravac=once,topk:gravac=paper",
         compute_s=0.001,
         limit_s=1.0,
         json_file=tmp_path / "rows.json",
     )
     assert json.loads((tmp_path / "rows.json").read_text()) == rows
     assert [row["method"] for row in rows] == [
-        *("horovod", "horovod", "horovod-fp16", "none", "topk", "topk", "auto", "powersgd")
+        *("horovod", "horovod", "horovod-fp16", "none", "topk", "topk", "auto", "powersgd", "topk", "topk")
     ]
     dense = 4 * sum(math.prod(shape) for shape in exchange.shapes_of(str(tmp_path / "run.yaml")).values())
     for row in rows:

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.bench.methods import NEVER_SLOWER, check_writable, split_methods
+from hvdcomp.bench.methods import GRAVAC, GRAVAC_WAYS, check_writable, own_parameters, split_methods
 from hvdcomp.bench.network import Hosts, missing
 from hvdcomp.bench.shapes import MODELS
 from hvdcomp.buckets import Layout
+from hvdcomp.checks import check_choice
 from hvdcomp.compressors import create
 from hvdcomp.config import ConfigError, did_you_mean, load
 from hvdcomp.plugin import AUTO
@@ -171,9 +172,10 @@ def _hosts(count: int) -> Iterator[Hosts | None]:
 
 
 def _check_method(name: str, params: dict[str, Any]) -> None:
-    own = {key: value for key, value in params.items() if key != NEVER_SLOWER}
     try:
+        if GRAVAC in params:
+            check_choice("way of gravac", params[GRAVAC], GRAVAC_WAYS)
         if name != AUTO:
-            Layout(create(name, **own))
+            Layout(create(name, **own_parameters(params)))
     except ValueError as error:
         raise ConfigError(f"method {name!r}: {error}") from error

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdcomp.bench.methods import NEVER_SLOWER
+from hvdcomp.bench.methods import GRAVAC, NEVER_SLOWER, own_parameters
 from hvdcomp.compressors import create
 from hvdcomp.optimizer import DistributedOptimizer
 from hvdcomp.plugin import AUTO
+from hvdcomp.schedules import GraVAC
 
 HOROVOD, HOROVOD_FP16 = "horovod", "horovod-fp16"
 """The contestants that are plain Horovod."""
@@ -112,11 +113,15 @@ class Arena:
             optimizer = hvd.DistributedOptimizer(stock, named_parameters=named, compression=kind)
             nbytes = sum(p.numel() for p in parameters) * (2 if method == HOROVOD_FP16 else 4)
             return Contestant(method, params, parameters, optimizer, nbytes)
-        own = {key: value for key, value in params.items() if key != NEVER_SLOWER}
+        schedule = None
+        if GRAVAC in params:  # every gain will do, so that it goes to the highest factor and stays there
+            once = params[GRAVAC] == "once"
+            schedule = GraVAC(cf_min=10, cf_max=1000, epsilon=0, omega=0, window=1, multi_level=not once)
         optimizer = DistributedOptimizer(
             stock,
             named,
-            compression=method if method == AUTO else create(method, **own),
+            compression=method if method == AUTO else create(method, **own_parameters(params)),
+            schedule=schedule,
             never_slower=params.get(NEVER_SLOWER),
         )
         return Contestant(method, params, parameters, optimizer)

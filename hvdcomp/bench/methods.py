@@ -13,6 +13,15 @@ from hvdcomp.config import ConfigError, read_yaml
 
 NEVER_SLOWER = "never_slower"
 """A parameter of every method in an exchange: the optimizer's honest switch."""
+GRAVAC = "gravac"
+"""A parameter of methods with a factor in an exchange: GraVAC from CF 10 to 1000, where it soon stays."""
+GRAVAC_WAYS = ("paper", "once")
+"""With multi-level compression, or with one selection a step."""
+
+
+def own_parameters(params: dict[str, Any]) -> dict[str, Any]:
+    """Those of the method itself."""
+    return {key: value for key, value in params.items() if key not in (NEVER_SLOWER, GRAVAC)}
 
 
 def split_methods(text: str) -> list[tuple[str, dict[str, Any]]]:
