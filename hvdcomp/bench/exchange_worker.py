@@ -28,6 +28,8 @@ from hvdcomp.schedules import GraVAC
 
 HOROVOD, HOROVOD_FP16 = "horovod", "horovod-fp16"
 """The contestants that are plain Horovod."""
+GRAVAC_STEPS = 5
+"""Until it is at its highest factor."""
 _DIFFERENT = 2
 """Sets of gradients that take turns."""
 _RESAMPLINGS = 2000
@@ -163,7 +165,8 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
     rounds = 0
     for contestant in contestants:  # compiles, negotiates, fills residuals
         before = _resident_nbytes("VmRSS") if _reset_peak() else None
-        for _ in range(plan["warmup"]):
+        climbing = GRAVAC_STEPS if GRAVAC in contestant.params else 0
+        for _ in range(plan["warmup"] + climbing):
             arena.step(contestant)
         if before is not None:
             contestant.peak_nbytes = max(0, _resident_nbytes("VmHWM") - before)
