@@ -54,6 +54,7 @@ LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 5, 50, 4.0
 _OWN: dict[str, dict[str, Any]] = {
     "dgc": {"cf": CF, "momentum": 0.9},
     "powersgd": {"rank": 4},
+    "gradiveq": {"training_steps": 1},  # so that quantised steps are timed
     "atomo": {"budget": 3},
 }
 """Settings of methods that need others than a compression factor."""
