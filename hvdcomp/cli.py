@@ -185,6 +185,7 @@ def exchange(
     limit: Annotated[
         float, typer.Option(min=1, help="Seconds at a bandwidth after which no further round begins.")
     ] = 120.0,
+    memory: Annotated[bool, typer.Option("--memory", help="Also: how much memory each method adds, alone.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
 ) -> None:
     """Time whole exchanges between hosts, against plain Horovod, which runs in the same rounds.
@@ -195,7 +196,7 @@ def exchange(
 
     def action() -> list[dict[str, Any]]:
         return bench_exchange.run(
-            model, workers, bandwidth, compression, compute_s=compute, limit_s=limit, json_file=json_file
+            model, workers, bandwidth, compression, compute_s=compute, limit_s=limit, memory=memory, json_file=json_file
         )
 
     _print_table(bench_exchange.table(_checked(action)))

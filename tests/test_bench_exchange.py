@@ -135,10 +135,10 @@ def test_without_hosts_limited_bandwidths_are_left_out(
 ) -> None:
     monkeypatch.setattr(exchange, "missing", lambda: "ip not found")
     monkeypatch.setattr(
-        exchange, "_measure", lambda plan, workers, hosts: [{"bandwidth": plan["bandwidth"], "hosts": hosts}]
+        exchange, "_measure", lambda plan, workers, hosts: [{"bandwidth": plan["bandwidth"], "hosts": hosts}] * 4
     )
     rows = exchange.run("resnet50", 2, "1gbit,none", "topk", compute_s=0.0, limit_s=1.0, json_file=None)
-    assert rows == [{"bandwidth": "none", "hosts": None}]
+    assert rows == [{"bandwidth": "none", "hosts": None, "peak_mb": None}] * 4
     assert "ip not found" in caplog.text
     assert "left out: ['1gbit']" in caplog.text
 
@@ -173,6 +173,7 @@ def test_rows_of_a_real_exchange(hosts: bool, tmp_path: Path, monkeypatch: pytes
         "none,topk:cf=10,topk:cf=2:never_slower=true,auto,powersgd:rank=1,topk:gravac=once,topk:gravac=paper",
         compute_s=0.001,
         limit_s=1.0,
+        memory=hosts,
         json_file=tmp_path / "rows.json",
     )
     assert json.loads((tmp_path / "rows.json").read_text()) == rows
@@ -191,6 +192,7 @@ def test_rows_of_a_real_exchange(hosts: bool, tmp_path: Path, monkeypatch: pytes
     assert [rows[i]["nbytes"] for i in (0, 2, 3)] == [dense, dense // 2, dense]
     assert rows[4]["nbytes"] < dense / 4
     assert rows[4]["encode_ms"] > 0
+    assert all((row["peak_mb"] is not None) == hosts for row in rows)
     assert len(exchange.table(rows)) == len(rows)
 
 

@@ -46,6 +46,7 @@ def run(
     *,
     compute_s: float,
     limit_s: float,
+    memory: bool = False,
     json_file: Path | None,
 ) -> list[Row]:
     """What the command does: checks everything, then measures.
@@ -53,6 +54,7 @@ def run(
     Args:
         bandwidths: for example "100mbit,1gbit,none"; "none" is unlimited.
         limit_s: no further round is begun after so many seconds at a bandwidth.
+        memory: first find out, in a job of its own each, how much memory a method adds.
 
     Raises:
         ConfigError: an argument is not allowed, or a worker failed.
@@ -70,21 +72,26 @@ def run(
         log.warning("workers share this machine's loopback, as %s%s", reason, f"; left out: {limited}" * bool(limited))
         wanted = [(text, rate) for text, rate in wanted if rate is None]
     rows: list[Row] = []
+    methods_of_plan = [*_PLAIN, *chosen]
     with _hosts(0 if reason is not None else workers) as hosts:
+        plan = {
+            "shapes": shapes,
+            "compute_s": compute_s,
+            "limit_s": limit_s,
+            "tolerance": TOLERANCE,
+            "warmup": WARMUP_STEPS,
+            "min_rounds": MIN_ROUNDS,
+            "memory": False,
+        }
+        peaks: list[float | None] = [None] * len(methods_of_plan)
+        for number, method in enumerate(methods_of_plan if memory else ()):
+            alone = {"methods": [method], "bandwidth": _UNLIMITED, "memory": True}
+            peaks[number] = _measure(plan | alone, workers, hosts)[0]["peak_mb"]
         for text, rate in wanted:
             if hosts is not None:
                 hosts.shape(rate)
-            plan = {
-                "shapes": shapes,
-                "methods": [*_PLAIN, *chosen],
-                "bandwidth": text,
-                "compute_s": compute_s,
-                "limit_s": limit_s,
-                "tolerance": TOLERANCE,
-                "warmup": WARMUP_STEPS,
-                "min_rounds": MIN_ROUNDS,
-            }
-            rows += _measure(plan, workers, hosts)
+            measured = _measure(plan | {"methods": methods_of_plan, "bandwidth": text}, workers, hosts)
+            rows += [row | {"peak_mb": peak} for row, peak in zip(measured, peaks, strict=True)]
     if json_file is not None:
         write_atomically(json_file, (json.dumps(rows, indent=2) + "\n").encode())
     return rows

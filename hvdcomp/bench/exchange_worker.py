@@ -156,7 +156,9 @@ class Arena:
 def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list[dict[str, Any]]:
     """Let the contestants of a plan take turns, in another order each round, until the A/A interval is narrow enough.
 
-    Returns a row each, alike on all ranks but for rank 0's parts.
+    With ``plan["memory"]`` no round is taken: what the first steps add to the process is all that is looked at.
+
+    Returns a row each, alike on all ranks but for rank 0's own figures.
     """
     arena = Arena(plan["shapes"], plan["compute_s"])
     contestants = [arena.contestant(method, params) for method, params in plan["methods"]]
@@ -169,12 +171,12 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
         for _ in range(plan["warmup"] + climbing):
             arena.step(contestant)
         if before is not None:
-            contestant.peak_nbytes = max(0, _resident_nbytes("VmHWM") - before)
+            contestant.peak_nbytes = _resident_nbytes("VmHWM") - before
         while not contestant.settled:
             arena.step(contestant)
         contestant.step_s.clear()
         contestant.parts_s.clear()
-    while True:
+    while not plan["memory"]:
         for number in order.permutation(len(contestants)):
             arena.step(contestants[number])
         rounds += 1
@@ -187,6 +189,7 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
         settled = 1 - plan["tolerance"] <= low and high <= 1 + plan["tolerance"]
         if rounds >= plan["min_rounds"] and (settled or slowest[-1] > plan["limit_s"]):
             return [_row(contestant, contestants[0], plan) for contestant in contestants]
+    return [{"peak_mb": None if c.peak_nbytes is None else c.peak_nbytes / 1e6} for c in contestants]
 
 
 def _reset_peak() -> bool:
@@ -229,7 +232,6 @@ def _row(contestant: Contestant, dense: Contestant, plan: Mapping[str, Any]) -> 
         "bandwidth": plan["bandwidth"],
         "ranks": hvd.size(),
         "nbytes": contestant.nbytes,
-        "peak_mb": None if contestant.peak_nbytes is None else contestant.peak_nbytes / 1e6,
         **parts,
         "step_ms": 1e3 * float(np.median(step_s)),
         "step_ms_quartiles": [1e3 * float(q) for q in np.percentile(step_s, [25, 75])],
