@@ -15,7 +15,7 @@ from hvdcomp.schedules import Schedule
 
 VERSION = 1
 POLICIES = ("mean", "drop", "error")
-_KEYS = {"version", "worker", "workers", "step", "levels", "residuals", "states", "schedule"}
+_KEYS = {"version", "worker", "workers", "step", "levels", "sending", "residuals", "states", "schedule"}
 
 
 def empty(transport: Transport) -> dict[str, Any]:
@@ -26,6 +26,7 @@ def empty(transport: Transport) -> dict[str, Any]:
         "workers": transport.workers,
         "step": 0,
         "levels": None,
+        "sending": None,
         "residuals": {},
         "states": {},
         "schedule": None,
@@ -46,6 +47,7 @@ def state_of(exchange: Exchange) -> dict[str, Any]:
     return empty(exchange.transport) | {
         "step": exchange.step,
         "levels": exchange.levels,
+        "sending": exchange.sending,
         "residuals": {name: view.clone() for part in parts for name, view in residual_views(part).items()},
         "states": {
             part.unit.name: {key: tensor.clone() for key, tensor in part.unit.state.items()}
@@ -181,6 +183,7 @@ def restore(exchange: Exchange, state: Mapping[str, Any]) -> None:
     exchange.step = state["step"]
     if exchange.coordinator is not None and state["levels"] is not None:
         exchange.levels = (state["levels"][0], state["levels"][1])
+        exchange.sending = state["sending"]
     for bucket in exchange.buckets:
         for part in bucket.parts:
             for name, view in residual_views(part).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -208,6 +209,10 @@ class Exchange:
         self._flights: dict[int, _Flight] = {}
         self._record = StepRecord(0)
         self._first_start: float | None = None
+        self.sending = self.levels[0] if self.levels is not None else None
+        """The factor that the last decision chose, where steps obey the last one's."""
+        self._gains: tuple[float, float] | None = None
+        self._shares: list[list[float]] = []
 
     @property
     def _dense(self) -> bool:
@@ -216,13 +221,20 @@ class Exchange:
 
     @property
     def _decided(self) -> bool:
-        """A decision is made for this step."""
-        return self.coordinator is not None and not self._dense
+        """This step waits for a decision on it."""
+        return self.coordinator is not None and self.coordinator.schedule.exact and not self._dense
+
+    @property
+    def _ahead(self) -> bool:
+        """This step obeys the last one's decision."""
+        return self.coordinator is not None and not self.coordinator.schedule.exact and not self._dense
 
     @property
     def _cf(self) -> float | None:
         """The factor of a step that is not decided on."""
-        return 1.0 if self._dense else None if self._decided else self._cf_at(self.step)
+        if self._dense or self._decided:
+            return 1.0 if self._dense else None
+        return self.sending if self._ahead else self._cf_at(self.step)
 
     @property
     def under_way(self) -> bool:
@@ -239,15 +251,18 @@ class Exchange:
         if not self._flights:
             self._record = StepRecord(self.step, levels=self.levels, fell_back=self._dense)
             self._first_start = None
+            self._shares.clear()
         context = Context(
             self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
             self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
-            multi_level=self.coordinator is None or self.coordinator.schedule.multi_level,
+            watched=self.levels if self._ahead else None,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
         self._flights[bucket.index] = flight
         with self._timed("encode_s"):
             flight.run.begin()
+            if self._ahead:
+                self._shares.append(flight.run.statistics())
         if not self._decided:
             self._launch(flight)
 
@@ -270,9 +285,37 @@ class Exchange:
                     flight.run.commit()
         if decision is None:
             record.cf = self._cf or record.bytes_dense / max(record.bytes_sent, 1)
+        if self._ahead and self.levels is not None:
+            record.gains = self._gains
+            record.level = self.levels.index(record.cf) if record.cf in self.levels else -1
         self._flights.clear()
         self.step += 1
         return record
+
+    def conclude(self, record: StepRecord, seconds: float, samples: float) -> None:
+        """Tell schedule and referee what a step took, and hear what the next one does; every worker, after each step.
+
+        Args:
+            seconds: of the whole iteration, nan if that is no measurement.
+            samples: that this worker processed.
+        """
+        if self.coordinator is not None and not record.fell_back:
+            if math.isfinite(seconds):
+                self.coordinator.observe(seconds, record.compress_s, samples)
+            if self._ahead:
+                self._decide_ahead(record)
+        if self.referee is not None:
+            self.referee.observe(seconds)
+
+    def _decide_ahead(self, record: StepRecord) -> None:
+        assert self.coordinator is not None
+        total = [sum(column) for column in zip(*self._shares, strict=True)] or [0.0] * Statistics.SIZE
+        began = self.clock()
+        decision = self.coordinator.decide(total)
+        record.decide_s += self.clock() - began
+        self.levels, self._gains = decision.levels, decision.gains
+        if not decision.skip:
+            self.sending = decision.cf
 
     def drop(self) -> None:
         """Forget what is under way: after a failed collective nothing of it can be completed."""

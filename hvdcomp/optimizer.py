@@ -435,10 +435,7 @@ class _Distributed(torch.optim.Optimizer):
         self.last_step = record
         now = exchange.clock()
         seconds = math.nan if self._lap_start is None else now - self._lap_start - self._untimed_s
-        if self._lap_start is not None and exchange.coordinator is not None and not record.fell_back:
-            exchange.coordinator.observe(seconds, record.compress_s, self.samples)
-        if exchange.referee is not None:
-            exchange.referee.observe(seconds)
+        exchange.conclude(record, seconds, self.samples)
         self._lap_start = now
         self._untimed_s = 0.0
 

@@ -28,6 +28,7 @@ from hvdcomp.compressors.requests import (
     Request,
     Rounds,
 )
+from hvdcomp.compressors.sparsifier import Sparsifier, kept_elements
 from hvdcomp.feedback import Accumulated
 from hvdcomp.kernels import moments_in_passing, squared_norm
 from hvdcomp.schedules.base import Statistics
@@ -95,8 +96,8 @@ class Context:
     """Loss scale of the gradients; residuals are kept without it."""
     summed: bool = False
     """The gradients' sum is wanted, not their mean."""
-    multi_level: bool = True
-    """Under an adaptive schedule, both levels are selected."""
+    watched: tuple[float, float] | None = None
+    """Factors whose gains are estimated, for a decision on later steps."""
     dense: bool = False
     """This step is exchanged dense, with what the residuals hold."""
     cf: float | None = None
@@ -131,7 +132,6 @@ class BucketRun:
             unit, context = part.unit, self.context
             unit.worker, unit.workers, unit.step = context.worker, context.workers, context.step
             unit.cf, unit.levels = (context.cf, context.levels) if part.compressed else (None, None)
-            unit.multi_level = context.multi_level
             if part.sparse:
                 self._generators[number] = self._sparse_rounds(part)
                 continue
@@ -148,9 +148,20 @@ class BucketRun:
         for number, request in self._waiting.items():
             if isinstance(request, Decide):
                 total = [a + b for a, b in zip(total, self._unit_statistics(number, request), strict=True)]
+        if self.context.watched is not None:
+            for number, part in enumerate(self.parts):
+                if isinstance(part.compressor, Sparsifier):
+                    squares = self._estimated(number, part.compressor, self.context.watched)
+                    total = [a + b for a, b in zip(total, self._squares_as_statistics(number, squares), strict=True)]
         if not self.finite:
             total[-1] = 1.0
         return total
+
+    def _estimated(self, number: int, method: Sparsifier, factors: tuple[float, float]) -> tuple[float, float]:
+        """What the squares of the elements that each factor keeps add up to, about."""
+        acc = self._acc[number]
+        low, high = method.estimated_squares(acc, [kept_elements(acc.numel(), cf) for cf in factors])
+        return low, high
 
     def decide(self, level: int) -> None:
         """Answer every unit that waits for the decision."""
@@ -266,7 +277,9 @@ class BucketRun:
         return sparse_rounds(rows, part.unit)
 
     def _unit_statistics(self, number: int, request: Decide) -> tuple[float, ...]:
-        kept_sq = (float(request.kept_sq[0]), float(request.kept_sq[1]))
+        return self._squares_as_statistics(number, (float(request.kept_sq[0]), float(request.kept_sq[1])))
+
+    def _squares_as_statistics(self, number: int, kept_sq: tuple[float, float]) -> tuple[float, ...]:
         sums = self._sums[number]
         return Statistics(
             acc=sums.total_sq if sums.total_sq is not None else float(squared_norm(self._acc[number])),

@@ -83,6 +83,8 @@ class World:
         chosen.prepare(size)
         if self.schedule is not None:
             self._levels = self.schedule.levels
+        self._ahead = chosen.adaptive and not chosen.exact
+        self._sending = self._levels[0] if self._levels is not None else None
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> list[dict[str, Tensor]]:
         """One exchange.
@@ -148,10 +150,10 @@ class World:
             worker,
             self.size,
             self.step_count,
-            self._levels,
+            None if self._ahead else self._levels,
             self.compression.checks_finite,
-            cf=None if self.schedule is not None else self._cf_at(self.step_count),
-            multi_level=self.schedule is None or self.schedule.multi_level,
+            cf=self._cf_at(self.step_count) if self.schedule is None else self._sending if self._ahead else None,
+            watched=self._levels if self._ahead else None,
         )
         runs = [BucketRun(bucket, gradients, context) for bucket in self._buckets[worker]]
         for run in runs:
@@ -159,7 +161,7 @@ class World:
         return runs
 
     def _decide(self, runs: list[list[BucketRun]]) -> int | None:
-        """The level to send, None to skip."""
+        """The level to send, None to skip; where steps obey the last decision, that has been made."""
         if self.schedule is None:
             return -1
         vectors = [run.statistics() for worker in runs for run in worker]
@@ -167,6 +169,9 @@ class World:
             Statistics.from_vector([sum(column) for column in zip(*vectors, strict=True)])
         )
         self._levels = self.decision.levels
+        if self._ahead:
+            self._sending = self._sending if self.decision.skip else self.decision.cf
+            return -1
         return None if self.decision.skip else self.decision.level
 
     def _exchange(self, workers: list[BucketRun], level: int) -> None:

@@ -132,7 +132,7 @@ def test_registered_classes_document_their_parameters(name: str) -> None:
 def test_defaults_are_the_papers_exponential_settings() -> None:
     assert GraVAC().describe() == {
         "name": "gravac", "cf_min": 10, "cf_max": 1000, "policy": "exponential", "epsilon": 0.7, "omega": 0.01,
-        "window": 500, "gain": "squared", "throughput": "mean", "ratio": 2, "multi_level": True,
+        "window": 500, "gain": "squared", "throughput": "mean", "ratio": 2, "exact": True,
     }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class Arena:
         schedule = None
         if GRAVAC in params:  # every gain will do, so that it goes to the highest factor and stays there
             once = params[GRAVAC] == "once"
-            schedule = GraVAC(cf_min=10, cf_max=1000, epsilon=0, omega=0, window=1, multi_level=not once)
+            schedule = GraVAC(cf_min=10, cf_max=1000, epsilon=0, omega=0, window=1, exact=not once)
         optimizer = DistributedOptimizer(
             stock,
             named,

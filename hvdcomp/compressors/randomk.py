@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -47,8 +48,9 @@ class RandomK(Sparsifier):
         positions = torch.from_numpy(np.sort(drawn)).to(values.device)
         return Collected(positions, values[positions])
 
-    def estimated_squares(self, acc: Tensor, k: int) -> float:
-        return float(squared_norm(acc)) * k / acc.numel()
+    def estimated_squares(self, acc: Tensor, counts: Sequence[int]) -> list[float]:
+        total = float(squared_norm(acc))
+        return [total * k / max(acc.numel(), 1) for k in counts]
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
         mean = yield Allreduce(kept.values)

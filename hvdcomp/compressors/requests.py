@@ -97,7 +97,6 @@ class Unit:
         step: exchanges made before this one.
         cf: the compression factor of this step, None where it is the compressor's own.
         levels: the two compression factors to evaluate under an adaptive schedule, None under any other.
-        multi_level: select at both levels; otherwise at the higher, and estimate what the lower would keep.
         hyper: the optimizer's settings, for methods that take them over.
         state: tensors that the compressor keeps from step to step; changed only when a step is committed. A name that
             begins with :data:`OWN` marks one that differs between workers, and is averaged when their number changes.
@@ -114,7 +113,6 @@ class Unit:
     step: int = 0
     cf: float | None = None
     levels: tuple[float, float] | None = None
-    multi_level: bool = True
     hyper: Hyper = Hyper()
     state: dict[str, Tensor] = field(default_factory=dict)
     next_state: dict[str, Tensor] = field(default_factory=dict)

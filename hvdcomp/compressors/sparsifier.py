@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -66,9 +66,9 @@ class Sparsifier(Compressor):
         )
 
     def factor(self, unit: Unit) -> float:
-        """The compression factor of this step; under an adaptive schedule the one that is selected first."""
+        """The compression factor of this step; under an adaptive schedule the lower of its two."""
         if unit.levels is not None:
-            return unit.levels[0 if unit.multi_level else 1]
+            return unit.levels[0]
         return self.cf if unit.cf is None else unit.cf
 
     def searched(self, k: int) -> int:
@@ -121,8 +121,6 @@ class Sparsifier(Compressor):
     ) -> Generator[Request, Any, Collected | None]:
         """The elements that the schedule chose to send, None for all of them."""
         lowest, candidate = levels
-        if candidate != lowest and not unit.multi_level and acc.numel():
-            return (yield from self._choose_once(acc, unit, levels))
         first = self.select(acc, kept_elements(acc.numel(), lowest), unit, level=0)
         first_sq = squared_norm(first.values)
         second, second_sq = first, first_sq
@@ -134,22 +132,9 @@ class Sparsifier(Compressor):
         chosen = {-1: None, 0: first, 1: second}[level]
         return None if levels[level] == 1 else chosen
 
-    def _choose_once(
-        self, acc: Tensor, unit: Unit, levels: tuple[float, float]
-    ) -> Generator[Request, Any, Collected | None]:
-        """The same with one selection, that at the candidate's factor, unless the lower level is to be sent."""
-        lower = kept_elements(acc.numel(), levels[0])
-        kept = self.select(acc, kept_elements(acc.numel(), levels[1]), unit, level=0)
-        kept_sq = squared_norm(kept.values)
-        lower_sq = max(self.estimated_squares(acc, lower), float(kept_sq))
-        level = yield Decide((kept_sq.new_tensor(lower_sq), kept_sq))
-        if level == -1 or levels[level] == 1:
-            return None
-        return kept if level == 1 else self.select(acc, lower, unit, level=0)
-
-    def estimated_squares(self, acc: Tensor, k: int) -> float:
-        """About what the squares of ``k`` kept elements add up to."""
-        return squares_of_largest(acc, k)
+    def estimated_squares(self, acc: Tensor, counts: Sequence[int]) -> list[float]:
+        """About what the squares of the elements that are kept add up to, for each number of them."""
+        return squares_of_largest(acc, counts)
 
     def _outcome_scale(self, unit: Unit, kept: int) -> float:
         """Unsent elements are made up for by the residual, or, without one, by scaling what is sent."""

@@ -103,8 +103,8 @@ class Schedule(ABC):
     """The name in the registry."""
     adaptive: ClassVar[bool]
     """Needs one decision a step; False spares that collective."""
-    multi_level: bool = True
-    """Both levels are selected, the second among what the first kept; False lets the lower one's gain be estimated."""
+    exact: bool = True
+    """A step is decided by its own gains; False: by estimates of the last step's, so that nothing waits."""
     source: ClassVar[str]
     """Where it is defined: paper, section."""
     parameter_docs: ClassVar[Mapping[str, str]]

@@ -89,9 +89,10 @@ class GraVAC(Schedule):
             sum ||C(g+r)|| over that of sum ||g||, un-squared (the authors' code), which can pass 1.
         throughput: of several recordings of a CF keep the "mean" (the paper's figures) or the "last" (its listing).
         ratio: r of the policy, >= 1.01.
-        multi_level: compress at cf_min and then at the candidate, as the paper does. False compresses once, at the
-            candidate, and takes cf_min's gain from a sample of the gradient: what it costs beyond a static factor is
-            then little.
+        exact: a step compresses at cf_min and then at the candidate, and its own gains decide what it sends, as in the
+            paper. False: a step compresses once, at the factor that the last step's gains decided, and gains are
+            estimated from a sample of the gradient, as those of the largest elements: it then costs little beyond a
+            static factor, and buckets leave while the backward pass still runs.
 
     Raises ValueError for a value out of these bounds.
     """
@@ -109,7 +110,7 @@ class GraVAC(Schedule):
         "gain": "squared (the paper), norm (its root), or raw (the authors' code; can pass 1)",
         "throughput": "of several recordings of a CF keep their mean, or the last",
         "ratio": "r of the policy, >= 1.01",
-        "multi_level": "compress at both levels (the paper), or once, with cf_min's gain from a sample",
+        "exact": "compress at both levels and decide at once (the paper); false: once, by the last step's gains",
     }
 
     def __init__(
@@ -123,7 +124,7 @@ class GraVAC(Schedule):
         gain: Gain = "squared",
         throughput: Throughput = "mean",
         ratio: float = 2.0,
-        multi_level: bool = True,
+        exact: bool = True,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -137,7 +138,7 @@ class GraVAC(Schedule):
         self.window = check_count("window", window, hint="the steps for which a candidate CF is evaluated")
         self.gain = check_choice("gain", gain, ("squared", "norm", "raw"))
         self.throughput = check_choice("throughput", throughput, ("mean", "last"))
-        self.multi_level = check_flag("multi_level", multi_level, hint="compress at both levels, as the paper does")
+        self.exact = check_flag("exact", exact, hint="compress at both levels and decide at once, as the paper does")
         self.ratio = check_number("ratio", ratio, 1.01, hint="the factor between the first two candidates")
 
         self.candidates = scaled_cfs(self.cf_min, self.cf_max, self.policy, self.ratio)

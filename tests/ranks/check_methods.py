@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
-from hvdcomp.schedules import Warmup
+from hvdcomp.schedules import GraVAC, Warmup
 from hvdcomp.simulation import World
 from ranks.tools import assert_alike, assert_close, net, raised, train
 
@@ -59,6 +59,35 @@ def check_every_method_equals_the_simulation() -> None:
                 assert torch.allclose(parameter.grad, means[hvd.rank()][n], rtol=1e-5, atol=rounding), (compressor, n)
             with optimizer.skip_synchronize():
                 optimizer.step()
+
+
+def check_decisions_that_come_a_step_later_equal_the_simulation_and_go_on_when_resumed() -> None:
+    def wrapped() -> tuple[torch.nn.Parameter, Any]:
+        parameter = torch.nn.Parameter(torch.zeros(40, 30))
+        schedule = GraVAC(**settings)
+        base = torch.optim.SGD([parameter], lr=1.0)
+        return parameter, hvdcomp.DistributedOptimizer(base, [("w", parameter)], "topk", schedule=schedule)
+
+    settings: dict[str, Any] = {"cf_min": 2, "cf_max": 64, "epsilon": 0.3, "omega": 0, "window": 2, "exact": False}
+    world = World(hvd.size(), "topk", schedule=GraVAC(**settings))
+    parameter, optimizer = wrapped()
+    generator = torch.Generator().manual_seed(7)
+    sent = []
+    for step in range(10):
+        if step == 5:
+            state = optimizer.compressor_state_dict()
+            parameter, optimizer = wrapped()
+            optimizer.load_compressor_state_dict(state)
+        grads = [{"w": torch.randn(40, 30, generator=generator)} for _ in range(hvd.size())]
+        mean = world.step(grads)[hvd.rank()]["w"]
+        optimizer.zero_grad()
+        parameter.grad = grads[hvd.rank()]["w"].clone()
+        optimizer.synchronize()
+        assert torch.equal(parameter.grad, mean), step
+        sent.append(optimizer.last_step.cf)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert len(set(sent)) > 1, sent
 
 
 def check_dgc_at_cf_1_is_momentum_sgd_with_weight_decay() -> None:
