@@ -254,7 +254,7 @@ class Exchange:
             self._shares.clear()
         context = Context(
             self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
-            self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
+            self._check_finite and not (self._dense and not bucket.holds), scale, summed, cf=self._cf, dense=self._dense,
             watched=self.levels if self._ahead else None,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
