@@ -252,9 +252,10 @@ class Exchange:
             self._record = StepRecord(self.step, levels=self.levels, fell_back=self._dense)
             self._first_start = None
             self._shares.clear()
+        looks = self._check_finite and (bucket.holds or not self._dense)
         context = Context(
             self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
-            self._check_finite and not (self._dense and not bucket.holds), scale, summed, cf=self._cf, dense=self._dense,
+            looks, scale, summed, cf=self._cf, dense=self._dense,
             watched=self.levels if self._ahead else None,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
