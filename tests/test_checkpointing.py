@@ -104,7 +104,7 @@ def test_a_schedule_is_resumed_too() -> None:
 
 
 def test_a_warm_up_goes_on_where_it_was() -> None:
-    """CASES.md 4: it must not begin again."""
+    """It must not begin again."""
     schedule = Warmup(steps_each=2, cfs=[1, 2, 8])
     method = DGC(momentum=0.5)
     unbroken = trained(2, method, steps=3, cf_at=schedule.cf_at)

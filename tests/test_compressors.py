@@ -1,4 +1,4 @@
-"""Each method against ALGORITHMS.md: values, bytes, parameters, Horovod's interface, awkward tensors."""
+"""Each method: values worked by hand, bytes, parameters, Horovod's interface, awkward tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each quantised method against ALGORITHMS.md: values, bytes, unbiasedness, feedback, awkward tensors, state."""
+"""Each quantised method: values worked by hand, bytes, unbiasedness, feedback, awkward tensors, state."""
 
 from __future__ import annotations
 

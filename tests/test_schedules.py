@@ -1,4 +1,4 @@
-"""The schedules, against ALGORITHMS.md section 2: values of the paper, and traces that pin each decision."""
+"""The schedules, against values of the paper, and traces that pin each decision."""
 
 from __future__ import annotations
 

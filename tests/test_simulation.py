@@ -1,4 +1,4 @@
-"""The invariants of DESIGN.md, on N = 1..8 workers in one process."""
+"""The invariants of the design, on N = 1..8 workers in one process."""
 
 from __future__ import annotations
 

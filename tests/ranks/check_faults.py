@@ -37,7 +37,7 @@ def _gravac(**given: Any) -> GraVAC:
     return GraVAC(**{"cf_min": 2, "cf_max": 16, "epsilon": 0.3, "window": 2, "clock": ticks, **given})
 
 
-# -- NaN and Inf (CASES.md 1) ------------------------------------------------------------------------------------------
+# -- NaN and Inf ------------------------------------------------------------------------------------------
 
 
 def _one_bad_step(make: Callable[[], Any], bad: float, rank: int, name: str, **arguments: Any) -> None:

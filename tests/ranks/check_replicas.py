@@ -204,7 +204,7 @@ def check_replicas_stay_alike_with_gravac_over_randomk() -> None:
 
 
 def check_applied_mean_and_residuals_make_up_the_gradients() -> None:
-    """DESIGN.md: applied mean + mean of the residuals = mean of acc."""
+    """Applied mean + mean of the residuals = mean of acc."""
     for method in ("topk", "randomk", "powersgd"):
         params = parameters()
         optimizer = wrap(params, LOSSY[method]())

@@ -101,7 +101,7 @@ def check_static_topk() -> None:
 
 
 def check_static_randomk() -> None:
-    """CASES.md 4: its positions go on from the step, not from the beginning."""
+    """Its positions go on from the step, not from the beginning."""
     _resumed(LOSSY["randomk"])
 
 
@@ -147,7 +147,6 @@ def check_gravac_over_randomk() -> None:
 
 
 def check_the_search_does_not_start_again() -> None:
-    """CASES.md 4."""
     run = _Run(hvdcomp.TopK, scheduled=True)
     run.train(7)
     resumed = _Run(hvdcomp.TopK, scheduled=True)
@@ -159,7 +158,6 @@ def check_the_search_does_not_start_again() -> None:
 
 
 def check_each_rank_must_load_its_own() -> None:
-    """CASES.md 3."""
     run = _Run(LOSSY["topk"], scheduled=False)
     run.train(3)
     states = everyones(run.optimizer.compressor_state_dict())

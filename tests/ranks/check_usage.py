@@ -69,7 +69,7 @@ def check_accumulation_sums_micro_batches_and_never_averages() -> None:
 
 
 def check_leftover_micro_batch() -> None:
-    """CASES.md 8: an epoch that ends with fewer micro-batches than backward_passes_per_step."""
+    """An epoch that ends with fewer micro-batches than backward_passes_per_step."""
     for compression in ("none", _topk()):
         params = parameters()
         optimizer = wrap(params, compression, backward_passes_per_step=2)
@@ -177,7 +177,7 @@ def check_gradient_predivide_factor() -> None:
 
 
 def check_halves_are_divided_before_the_sum() -> None:
-    """CASES.md 15: 40000 on two ranks is 40000 in float16."""
+    """40000 on two ranks is 40000 in float16."""
     for compression in ("fp16", hvd.Compression.fp16):
         params = {"w": nn.Parameter(torch.zeros(2, 2))}
         optimizer = wrap(params, compression)
@@ -413,7 +413,6 @@ def check_sparse_gradient_that_first_comes_later() -> None:
 
 
 def check_parameter_without_gradient_on_one_rank() -> None:
-    """CASES.md 6."""
     for method in LOSSY:
         params = parameters()
         optimizer = wrap(params, LOSSY[method]())
@@ -545,7 +544,7 @@ def check_add_param_group_before_the_first_step() -> None:
 
 
 def check_clipping() -> None:
-    """CASES.md 7: exchanged once, the clipped gradient is what the step takes, the residual knows nothing of it."""
+    """Exchanged once, the clipped gradient is what the step takes, the residual knows nothing of it."""
     params = parameters()
     optimizer = wrap(params, _topk())
     simulated = world(2, _topk())
@@ -741,7 +740,7 @@ def _scaled_training(infinite_on: int | None, told: bool, compression: Any, grow
 
 
 def check_grad_scaler() -> None:
-    """CASES.md 2: an Inf on one rank makes every scaler back off, and training goes on."""
+    """An Inf on one rank makes every scaler back off, and training goes on."""
     for method, make in LOSSY.items():
         for rank in (0, 1):
             params, optimizer, scales, skipped = _scaled_training(rank, method in ("topk", "powersgd"), make())
@@ -884,7 +883,7 @@ def check_broadcasts() -> None:
 
 
 def check_two_optimizers_and_a_metric() -> None:
-    """CASES.md 10: independent of each other, and the script's own allreduce is exact."""
+    """Independent of each other, and the script's own allreduce is exact."""
     together = [parameters(), parameters()]
     optimizers = [wrap(params, _topk()) for params in together]
     for step in range(3):
@@ -1009,7 +1008,6 @@ def check_named_parameters() -> None:
 
 
 def check_named_parameters_in_another_order_on_each_rank() -> None:
-    """CASES.md 5."""
     results = []
     for shuffled in (False, True):
         for method in ("topk", "randomk", "powersgd", "none"):
@@ -1067,7 +1065,7 @@ def check_channels_last() -> None:
 
 
 def check_types_of_parameters() -> None:
-    """bfloat16, float16, float64 and all in one model (CASES.md 20), with and without feedback."""
+    """bfloat16, float16, float64 and all in one model, with and without feedback."""
     kinds = (torch.bfloat16, torch.float16, torch.float64, torch.float32)
     makers = {
         **LOSSY,
@@ -1100,7 +1098,6 @@ def check_types_of_parameters() -> None:
 
 
 def check_biases_only() -> None:
-    """CASES.md 21."""
     for method in LOSSY:
         params = {"a.bias": nn.Parameter(torch.zeros(5)), "b.bias": nn.Parameter(torch.zeros(3))}
         optimizer = wrap(params, LOSSY[method]())
@@ -1224,7 +1221,7 @@ def check_join_is_refused_while_a_compressing_optimizer_lives() -> None:
 
 
 def check_constructions_that_do_not_fit() -> None:
-    """CASES.md 24 and 25: an error at construction that says what is allowed."""
+    """An error at construction that says what is allowed."""
     from hvdcomp.schedules import GraVAC
 
     params = parameters()

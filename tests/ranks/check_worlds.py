@@ -105,7 +105,7 @@ def check_two_sets_at_once() -> None:
 
 
 def check_a_set_of_one() -> None:
-    """CASES.md 9: the same numbers as a world of equal ranks."""
+    """The same numbers as a world of equal ranks."""
     chosen = _set(2)
     params = parameters()
     optimizer = wrap(params, LOSSY["topk"](), process_set=chosen)
@@ -148,7 +148,7 @@ def check_a_nan_stays_within_its_set() -> None:
     assert everyones(optimizer.last_step.skipped) == [False, True, False, True]
 
 
-# -- worlds of another size (CASES.md 3) -------------------------------------------------------------------------------
+# -- worlds of another size -------------------------------------------------------------------------------
 
 
 def _state_of(members: tuple[int, ...], scheduled: bool = False) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
