@@ -186,6 +186,22 @@ def check_momentum_and_weight_decay_of_the_compressor() -> None:
     assert_close(params.values(), flat.values(), rtol=1e-4, atol=1e-5)
 
 
+def check_gradients_in_another_order_on_every_rank() -> None:
+    """Every tensor is a bucket, and hooks start them without waiting."""
+    params = parameters()
+    optimizer = _wrap(params, hvdcomp.TopK(cf=1), bucket_mb=1e-9)
+    for step in range(3):
+        names = sorted(SHAPES)
+        names = names[me() :] + names[: me()]
+        optimizer.zero_grad()
+        own = gradients(step, me())
+        give(params, {name: own[name] for name in names})
+        assert len(optimizer._exchange._started) == 4 if step else optimizer._exchange is None
+        optimizer.synchronize()
+        expected = [sum(gradients(step, rank)[name] for rank in range(4)) / 4 for name in params]
+        assert_close([p.grad for p in params.values()], expected)
+
+
 def check_missing_gradients_and_parameters_added_later() -> None:
     params = parameters()
     optimizer = _wrap(params, LOSSY["topk"]())
