@@ -16,7 +16,7 @@ from torch import Tensor
 from hvdcomp.buckets import Bucket
 from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.requests import Broadcast, Dense, Rounds, Unit
-from hvdcomp.coordinator import Coordinator
+from hvdcomp.coordinator import Coordinator, Referee
 from hvdcomp.exchange import Exchange, StepRecord, Transport
 from hvdcomp.horovod_api import process_set_of
 from hvdcomp.rounds import Fused, Gradients
@@ -104,24 +104,26 @@ class _FromLeader(NoCompression):
 class NodeExchange:
     """The workers of a node average densely, their leaders exchange compressed means, and hand the result on.
 
-    Only the first part is started from gradient hooks. Residuals and states are the leaders', in ``between``.
+    Only the first part is started from gradient hooks. Residuals and states are the leaders', in ``between``. What the
+    honest switch makes dense is a plain exchange between all workers, once the residuals hold nothing any more.
 
     Args:
         buckets: of a leader: those of ``between``; of another worker: the same tensors, without residuals.
         inside: transport of this worker's node.
         between: the leaders' exchange, None on the other workers.
+        flat: a dense exchange between all workers, whose referee is the honest switch, and is that of ``between``,
+            too; None without the switch.
         gradients: where all parts read and write, except that ``between`` reads what :meth:`start` is given.
         label: prefix of the operations' names, unique to the optimizer.
         clock: seconds.
     """
-
-    referee = None
 
     def __init__(
         self,
         buckets: list[Bucket],
         inside: Transport,
         between: Exchange | None,
+        flat: Exchange | None,
         gradients: Gradients,
         *,
         label: str,
@@ -130,6 +132,7 @@ class NodeExchange:
         self.buckets = buckets
         self.between = between
         self.clock = clock
+        self._flat = flat
         self._inside = inside
         self._label = label
         self._gradients = gradients
@@ -142,6 +145,12 @@ class NodeExchange:
         )
         self._started: dict[int, Callable[[Exchange], None]] = {}
         self._summed = False
+        self._holds = True
+        """Leaders' residuals may hold something, which they send in the first of several dense steps."""
+
+    @property
+    def referee(self) -> Referee | None:
+        return None if self._flat is None else self._flat.referee
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -149,20 +158,47 @@ class NodeExchange:
 
     def start(self, bucket: Bucket, gradients: Gradients, *, scale: float = 1.0, summed: bool = False) -> None:
         """Begin the mean inside the node, without waiting for anybody; arguments as of :meth:`Exchange.start`."""
+        plain = Bucket(bucket.index, bucket.dense_parts)
+        if self._flat is not None and self._is_flat:
+            self._flat.start(plain, self._gradients, scale=scale, summed=summed)
+            return
         self._summed = summed
         self._started[bucket.index] = lambda between: between.start(bucket, gradients, scale=scale, summed=summed)
-        self._up.start(Bucket(bucket.index, bucket.dense_parts), self._gradients)
+        self._up.start(plain, self._gradients)
 
     def finish(self) -> StepRecord:
         """The rest of all buckets that were started; a step is skipped by every worker or by none.
 
         Returns:
             A leader's record is that of its exchange with the other leaders. The other workers', who send nothing
-            between nodes, has the leader's step, cf, level and skipped. Both wait inside the node, too.
+            between nodes, has the leader's step, cf, level, fell_back and skipped. Both wait inside the node, too.
 
         Raises:
             Exception: that of the exchange between leaders; on the other workers a RuntimeError then.
         """
+        record = self._flat.finish() if self._flat is not None and self._is_flat else self._finish_in_nodes()
+        record.bytes_dense = sum(spec.nbytes for bucket in self.buckets for spec in bucket.members)
+        if not record.skipped:
+            self._holds = not record.fell_back
+        for exchange in (self.between, self._flat):
+            if exchange is not None:
+                exchange.step = record.step + 1
+        return record
+
+    def drop(self) -> None:
+        """Forget what is under way; see :meth:`Exchange.drop`."""
+        for exchange in (self._up, self.between, self._down, self._flat):
+            if exchange is not None:
+                exchange.drop()
+        self._started.clear()
+        self._holds = True
+
+    @property
+    def _is_flat(self) -> bool:
+        """This step is a dense exchange between all workers."""
+        return self.referee is not None and self.referee.dense and not self._holds
+
+    def _finish_in_nodes(self) -> StepRecord:
         up = self._up.finish()
         record = self._tell(None if self.between is None else self._lead(self.between))
         if not record.skipped:
@@ -172,16 +208,8 @@ class NodeExchange:
                     self._down.start(Bucket(bucket.index, parts), self._gradients, summed=self._summed)
             record.wait_s += self._down.finish().wait_s
         record.wait_s += up.wait_s
-        record.bytes_dense = sum(spec.nbytes for bucket in self.buckets for spec in bucket.members)
         self._started.clear()
         return record
-
-    def drop(self) -> None:
-        """Forget what is under way; see :meth:`Exchange.drop`."""
-        for exchange in (self._up, self.between, self._down):
-            if exchange is not None:
-                exchange.drop()
-        self._started.clear()
 
     def _lead(self, between: Exchange) -> StepRecord:
         """The exchange with the other leaders."""
@@ -206,12 +234,12 @@ class NodeExchange:
         return told
 
     def _from_leader(self, record: StepRecord) -> StepRecord:
-        said = [record.step, record.cf, record.level, record.skipped]
+        said = [record.step, record.cf, record.level, record.fell_back, record.skipped]
         vector = torch.tensor(said, dtype=torch.float64)
-        step, cf, level, skipped = self._inside.start(
+        step, cf, level, fell_back, skipped = self._inside.start(
             Fused("broadcast", vector, [0], owned=True, root=0), f"{self._label}.record"
         )().tolist()
-        return StepRecord(int(step), cf=cf, level=int(level), skipped=bool(skipped))
+        return StepRecord(int(step), cf=cf, level=int(level), fell_back=bool(fell_back), skipped=bool(skipped))
 
 
 __all__ = ["DYNAMIC", "NodeExchange", "Nodes", "find_nodes", "ranks_of_nodes"]

@@ -93,7 +93,7 @@ def DistributedOptimizer(
         hierarchical: a node's workers average their gradients densely, the first of each node exchanges the compressed
             means with the others', and hands the result on: residuals are the nodes', and only one worker a node
             compresses. It needs nodes of several workers each, as many on all, and ``HOROVOD_DYNAMIC_PROCESS_SETS=1``
-            in the environment; None switches it on where that is so. It excludes ``process_set`` and ``never_slower``.
+            in the environment; None switches it on where that is so. It excludes ``process_set``.
 
     Returns:
         An instance of the optimizer's own class with ``synchronize()``, ``skip_synchronize()``,
@@ -123,13 +123,10 @@ def DistributedOptimizer(
         logger.warning("%s is set: this is stock Horovod, without compression", DISABLE_VARIABLE)
         stock_compression = _stock_compression(hvd, compression)
         return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, stock_compression, **stock))
-    compressor = as_compressor(compression, process_set.size())
+    nodes = _nodes(hvd, hierarchical, op, subset=subset)
+    compressor = as_compressor(compression, (process_set if nodes is None else nodes.leaders).size())
     check_op(hvd, compressor, op)
-    if hierarchical is not None:
-        check_flag("hierarchical", hierarchical, hint="dense inside a node, compressed between nodes")
     if op == hvd.Adasum:
-        if hierarchical:
-            raise ValueError("hierarchical=True does not fit op=hvd.Adasum, which is no mean: leave one of them out")
         return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, hvd.Compression.none, **stock))
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise RuntimeError(
@@ -155,7 +152,6 @@ def DistributedOptimizer(
             f"never_slower does not fit {compressor!r}, whose state a dense step would not keep up to date: leave it "
             "out, or take a method without momentum of its own"
         )
-    nodes = _nodes(hvd, hierarchical, subset=subset, never_slower=never_slower)
     namespace = {name: value for name, value in vars(_Distributed).items() if name not in ("__dict__", "__weakref__")}
     # Horovod's broadcast_optimizer_state knows a distributed optimizer by the module of its class.
     namespace |= {"_wrapped": type(optimizer), "__module__": "horovod.torch.optimizer"}
@@ -298,15 +294,19 @@ class _Distributed(torch.optim.Optimizer):
                 f"hierarchical=True needs dense gradients, and that of {min(sparse_names)!r} is sparse: give "
                 "sparse_as_dense=True, or leave hierarchical out"
             )
-        compressing = self._open_exchange() if self._compressing is not None else None
+        referee = Referee(open_channel(self._hvd, self._label, self.process_set)) if self._never_slower else None
+        compressing = self._open_exchange(referee) if self._compressing is not None else None
         if self._nodes is None:
             assert compressing is not None
             self._exchange = compressing
         else:
+            label = f"{self._label}.flat"
+            flat = self._new_exchange(self._transport, label, None, referee) if referee is not None else None
             self._exchange = NodeExchange(
                 compressing.buckets if compressing is not None else [],
                 _open_transport(self._hvd, self._nodes.inside, self._predivide_factor),
                 compressing,
+                flat,
                 _ParameterGradients(self._parameters, {}),
                 label=self._label,
                 clock=self.schedule.clock,
@@ -318,20 +318,26 @@ class _Distributed(torch.optim.Optimizer):
         self._log_memory()
         return self._exchange
 
-    def _open_exchange(self) -> Exchange:
+    def _open_exchange(self, referee: Referee | None) -> Exchange:
         """The compressed exchange, without buckets yet; collective over those who take part in it."""
         assert self._compressing is not None
-        decides = self.schedule.adaptive or self._never_slower
-        channel = open_channel(self._hvd, self._label, self._compressing_set) if decides else None
+        coordinator = None
+        if self.schedule.adaptive:
+            coordinator = Coordinator(self.schedule, open_channel(self._hvd, self._label, self._compressing_set))
+        return self._new_exchange(self._compressing, self._label, coordinator, referee)
+
+    def _new_exchange(
+        self, transport: Transport, label: str, coordinator: Coordinator | None, referee: Referee | None
+    ) -> Exchange:
         return Exchange(
             [],
-            self._compressing,
-            Coordinator(self.schedule, channel) if channel is not None and self.schedule.adaptive else None,
-            label=self._label,
+            transport,
+            coordinator,
+            label=label,
             check_finite=self.compression.checks_finite,
             cf_at=partial(cf_in_force, self.schedule, self.compression),
             clock=self.schedule.clock,
-            referee=Referee(channel) if channel is not None and self._never_slower else None,
+            referee=referee,
         )
 
     def _buckets_of(self, specs: list[Spec], **layout: Any) -> list[Bucket]:
@@ -644,11 +650,17 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             ValueError: the state does not fit this model, this worker, or the number of workers; nothing has changed.
         """
-        if self._compressing is None:
-            return
+        if self._compressing is not None:
+            self._load(state, self._compressing, on_world_change)
+        if isinstance(self._exchange, NodeExchange):
+            self._exchange.drop()
+
+    def _load(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], transport: Transport, on_world_change: str
+    ) -> None:
         specs = {name: Spec.of(name, parameter) for name, parameter in self._parameters.items()}
         given = state if isinstance(state, Mapping) else [one for one in state if one]
-        chosen = checkpointing.choose(given, self._compressing, specs, on_world_change)
+        chosen = checkpointing.choose(given, transport, specs, on_world_change)
         checkpointing.load_schedule(self.schedule, chosen)
         exchange = self._compressed_exchange
         if exchange is None:
@@ -720,26 +732,25 @@ def _open_transport(hvd: Any, process_set: Any, predivide_factor: float) -> Tran
     return HorovodTransport(hvd, process_set, predivide_factor)
 
 
-def _nodes(hvd: Any, hierarchical: bool | None, *, subset: bool, never_slower: bool) -> Nodes | None:
+def _nodes(hvd: Any, hierarchical: bool | None, op: Any, *, subset: bool) -> Nodes | None:
     """The nodes, if the exchange is to know them; collective unless it is certain that it is not.
 
     Raises:
         ValueError: on every worker, if the exchange must know them, but cannot.
     """
+    if hierarchical is not None:
+        check_flag("hierarchical", hierarchical, hint="dense inside a node, compressed between nodes")
     reason = None
     if subset:
         reason = "it is for all workers, and process_set has some of them: leave process_set out"
-    elif never_slower:
-        reason = "never_slower and compression='auto' compare with exchanges between all workers: leave them out"
+    elif op == hvd.Adasum:
+        reason = "op=hvd.Adasum is no mean"
     if hierarchical is False or (hierarchical is None and reason is not None):
         return None
     if reason is None:
-        world = _open_transport(hvd, hvd.global_process_set, 1.0)
-        found = find_nodes(hvd, world, "hvdcomp.nodes")
-        if isinstance(found, Nodes):
-            return found
-        if hierarchical is None:
-            return None
+        found = find_nodes(hvd, _open_transport(hvd, hvd.global_process_set, 1.0), "hvdcomp.nodes")
+        if isinstance(found, Nodes) or hierarchical is None:
+            return found if isinstance(found, Nodes) else None
         reason = found
     raise ValueError(f"hierarchical=True is not possible here: {reason}")
 
