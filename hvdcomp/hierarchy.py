@@ -68,7 +68,7 @@ def find_nodes(hvd: Any, world: Transport, name: str) -> Nodes | str:
 
 
 def ranks_of_nodes(places: list[dict[str, Any]]) -> list[list[int]] | str:
-    """Each node's ranks, its leader first, or why an exchange in a node and between nodes does not fit.
+    """Each node's ranks in ascending order, or why an exchange in a node and between nodes does not fit.
 
     Args:
         places: each rank's number of its "node", its "place" on the node, and its "host"'s name.
@@ -86,7 +86,7 @@ def ranks_of_nodes(places: list[dict[str, Any]]) -> list[list[int]] | str:
         return f"the {sizes[0]} nodes have different numbers of workers, so that the mean would not weigh all alike"
     if any(len({places[rank]["host"] for rank in ranks}) > 1 for ranks in nodes):
         return "ranks lie so that Horovod's cross_rank() does not number the nodes: place them by slot or by node"
-    return [sorted(ranks, key=lambda rank: int(places[rank]["place"])) for ranks in nodes]
+    return nodes
 
 
 class _FromLeader(NoCompression):

@@ -30,7 +30,7 @@ def places(*nodes_and_places: tuple[int, int], hosts: str = "") -> list[dict[str
     [
         (places((0, 0), (0, 1), (1, 0), (1, 1)), [[0, 1], [2, 3]]),
         (places((0, 0), (1, 0), (0, 1), (1, 1)), [[0, 2], [1, 3]]),
-        (places((1, 1), (1, 0), (0, 0), (0, 1), (2, 0), (2, 1)), [[2, 3], [1, 0], [4, 5]]),
+        (places((1, 1), (1, 0), (0, 0), (0, 1), (2, 0), (2, 1)), [[2, 3], [0, 1], [4, 5]]),
         (places((0, 0)), "all 1 workers are on one node"),
         (places((0, 0), (0, 1)), "all 2 workers are on one node"),
         (places((0, 0), (1, 0)), "each of the 2 nodes has one worker"),
