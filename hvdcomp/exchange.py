@@ -117,8 +117,8 @@ class HorovodTransport:
         if fused.root is not None:
             ranks = self._process_set.ranks
             root = fused.root if ranks is None else ranks[fused.root]  # Horovod counts a root in the whole world
-            handle = self._hvd.broadcast_async(fused.buffer, root, name=name, process_set=self._process_set)
-            return self._wait(handle)
+            broadcast = self._hvd.broadcast_async_ if fused.owned else self._hvd.broadcast_async
+            return self._wait(broadcast(fused.buffer, root, name=name, process_set=self._process_set))
         splits = None if fused.splits is None else torch.tensor(fused.splits, dtype=torch.int32)
         handle = self._hvd.alltoall_async(fused.buffer, splits, name=name, process_set=self._process_set)
         return self._wait(handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -42,6 +42,14 @@ def initialised_horovod() -> Any:
             "that was built with MPI"
         )
     return hvd
+
+
+def process_set_of(hvd: Any, ranks: Sequence[int]) -> Any:
+    """Horovod's process set of these ranks, None where there is none; not collective."""
+    known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+    chosen = hvd.ProcessSet(list(ranks))
+    chosen.process_set_id = next((number for number, members in known.items() if members == chosen.ranks), None)
+    return chosen if chosen.process_set_id is not None else None
 
 
 def label_of(numbers: defaultdict[int, Iterator[int]], prefix: str, process_set: Any) -> str:

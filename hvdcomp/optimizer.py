@@ -27,6 +27,7 @@ from hvdcomp.compressors.requests import Hyper
 from hvdcomp.coordinator import Coordinator, Referee, channel_name, open_channel
 from hvdcomp.errors import ReplicaError
 from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRecord, Transport, check_alike
+from hvdcomp.hierarchy import NodeExchange, Nodes, find_nodes
 from hvdcomp.horovod_api import initialised_horovod, label_of
 from hvdcomp.kernels import warm_up
 from hvdcomp.plugin import AUTO, as_compressor, as_schedule, cf_in_force, check_op
@@ -60,6 +61,7 @@ def DistributedOptimizer(
     exclude: Sequence[str] | None = None,
     grad_scaler: Any = None,
     never_slower: bool | None = None,
+    hierarchical: bool | None = False,
 ) -> Any:
     """An optimizer that exchanges compressed gradients between Horovod's workers before each step.
 
@@ -88,6 +90,10 @@ def DistributedOptimizer(
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that residuals are kept without its scale.
         never_slower: the honest switch: steps are exchanged dense for as long as that is measured to be faster, and the
             slower kind is looked at again now and then. None switches it on for ``compression="auto"`` only.
+        hierarchical: a node's workers average their gradients densely, the first of each node exchanges the compressed
+            means with the others', and hands the result on: residuals are the nodes', and only one worker a node
+            compresses. It needs nodes of several workers each, as many on all, and ``HOROVOD_DYNAMIC_PROCESS_SETS=1``
+            in the environment; None switches it on where that is so. It excludes ``process_set``.
 
     Returns:
         An instance of the optimizer's own class with ``synchronize()``, ``skip_synchronize()``,
@@ -102,6 +108,7 @@ def DistributedOptimizer(
     hvd = initialised_horovod()
     _check_wrappable(optimizer)
     op = hvd.Average if op is None else op
+    subset = process_set is not None and process_set.process_set_id != 0
     process_set = hvd.global_process_set if process_set is None else process_set
     groups = _checked_groups(groups, num_groups)
     stock = {
@@ -116,7 +123,8 @@ def DistributedOptimizer(
         logger.warning("%s is set: this is stock Horovod, without compression", DISABLE_VARIABLE)
         stock_compression = _stock_compression(hvd, compression)
         return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, stock_compression, **stock))
-    compressor = as_compressor(compression, process_set.size())
+    nodes = _nodes(hvd, hierarchical, op, subset=subset)
+    compressor = as_compressor(compression, (process_set if nodes is None else nodes.leaders).size())
     check_op(hvd, compressor, op)
     if op == hvd.Adasum:
         return _with_extras(hvd.DistributedOptimizer(optimizer, named_parameters, hvd.Compression.none, **stock))
@@ -153,6 +161,7 @@ def DistributedOptimizer(
     made._set_up(
         hvd, named_parameters, layout, schedule, backward_passes_per_step, op == hvd.Sum, gradient_predivide_factor,
         groups, sparse_as_dense, process_set, grad_scaler, never_slower and not isinstance(compressor, NoCompression),
+        nodes,
     )  # fmt: skip
     _refuse_join(hvd, made)
     return made
@@ -188,6 +197,7 @@ class _Distributed(torch.optim.Optimizer):
         process_set: Any,
         grad_scaler: Any,
         never_slower: bool,
+        nodes: Nodes | None,
     ) -> None:
         self._never_slower = never_slower
         self.backward_passes_per_step = backward_passes_per_step
@@ -211,7 +221,7 @@ class _Distributed(torch.optim.Optimizer):
         self._bucket_of: dict[str, Bucket] = {}
         self._missing: dict[int, int] = {}
         self._delay: dict[str, int] = {}
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange | NodeExchange | None = None
         self._restored: dict[str, Any] | None = None
         self._synchronized = False
         self._should_synchronize = True
@@ -220,9 +230,15 @@ class _Distributed(torch.optim.Optimizer):
         self._lap_start: float | None = None
         self._untimed_s = 0.0
         self._transport: Transport | None = None
+        self._nodes = nodes
+        self._compressing_set = process_set if nodes is None else nodes.leaders
+        self._compressing: Transport | None = None
+        """Carries compressed gradients: between all workers, or between leaders and None on the others."""
         if process_set.included():
             self._transport = _open_transport(hvd, process_set, predivide_factor)
-            schedule.prepare(self._transport.workers)
+            schedule.prepare(self._compressing_set.size())
+        if self._compressing_set.included():
+            self._compressing = _open_transport(hvd, self._compressing_set, predivide_factor)
         self._take_part(self._new_parameters())
 
     def _new_parameters(self) -> dict[str, Tensor]:
@@ -244,7 +260,7 @@ class _Distributed(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(self._hook(name))
         if self._exchange is not None:
             specs = [Spec.of(name, parameter) for name, parameter in parameters.items()]
-            self._add_buckets(self._layout.buckets(specs, first_index=len(self._exchange.buckets)))
+            self._add_buckets(self._buckets_of(specs, first_index=len(self._exchange.buckets)))
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         owner = weakref.ref(self)
@@ -256,11 +272,12 @@ class _Distributed(torch.optim.Optimizer):
 
         return hook
 
-    def _build(self) -> Exchange:
+    def _build(self) -> Exchange | NodeExchange:
         """Agree with the other workers on the layout: at the first exchange, when sparse gradients are known.
 
         Raises:
             ReplicaError: on every worker, if their models or optimizers differ.
+            ValueError: on every worker, if gradients are sparse, which nodes cannot average.
         """
         assert self._transport is not None
         specs = [Spec.of(name, parameter) for name, parameter in self._parameters.items()]
@@ -271,27 +288,64 @@ class _Distributed(torch.optim.Optimizer):
             {"same": self._description(specs, groups), "sparse": sparse},
             f"{self._label}.layout",
         )
-        decides = self.schedule.adaptive or self._never_slower
-        channel = open_channel(self._hvd, self._label, self.process_set) if decides else None
         sparse_names = {name for worker in everyone for name in worker["sparse"]}
-        buckets = self._layout.buckets(specs, groups=groups, sparse=sparse_names)
-        exchange = Exchange(
+        if sparse_names and self._nodes is not None:
+            raise ValueError(
+                f"hierarchical=True needs dense gradients, and that of {min(sparse_names)!r} is sparse: give "
+                "sparse_as_dense=True, or leave hierarchical out"
+            )
+        referee = Referee(open_channel(self._hvd, self._label, self.process_set)) if self._never_slower else None
+        compressing = self._open_exchange(referee) if self._compressing is not None else None
+        if self._nodes is None:
+            assert compressing is not None
+            self._exchange = compressing
+        else:
+            label = f"{self._label}.flat"
+            flat = self._new_exchange(self._transport, label, None, referee) if referee is not None else None
+            self._exchange = NodeExchange(
+                compressing.buckets if compressing is not None else [],
+                _open_transport(self._hvd, self._nodes.inside, self._predivide_factor),
+                compressing,
+                flat,
+                _ParameterGradients(self._parameters, {}),
+                label=self._label,
+                clock=self.schedule.clock,
+            )
+        self._add_buckets(self._buckets_of(specs, groups=groups, sparse=sparse_names))
+        if compressing is not None and self._restored is not None:
+            checkpointing.restore(compressing, self._restored)
+            self._restored = None
+        self._log_memory()
+        return self._exchange
+
+    def _open_exchange(self, referee: Referee | None) -> Exchange:
+        """The compressed exchange, without buckets yet; collective over those who take part in it."""
+        assert self._compressing is not None
+        coordinator = None
+        if self.schedule.adaptive:
+            coordinator = Coordinator(self.schedule, open_channel(self._hvd, self._label, self._compressing_set))
+        return self._new_exchange(self._compressing, self._label, coordinator, referee)
+
+    def _new_exchange(
+        self, transport: Transport, label: str, coordinator: Coordinator | None, referee: Referee | None
+    ) -> Exchange:
+        return Exchange(
             [],
-            self._transport,
-            Coordinator(self.schedule, channel) if channel is not None and self.schedule.adaptive else None,
-            label=self._label,
+            transport,
+            coordinator,
+            label=label,
             check_finite=self.compression.checks_finite,
             cf_at=partial(cf_in_force, self.schedule, self.compression),
             clock=self.schedule.clock,
-            referee=Referee(channel) if channel is not None and self._never_slower else None,
+            referee=referee,
         )
-        self._exchange = exchange
-        self._add_buckets(buckets)
-        if self._restored is not None:
-            checkpointing.restore(exchange, self._restored)
-            self._restored = None
-        self._log_memory()
-        return exchange
+
+    def _buckets_of(self, specs: list[Spec], **layout: Any) -> list[Bucket]:
+        """Buckets of these tensors; a worker that compresses nothing keeps no residuals."""
+        buckets = self._layout.buckets(specs, **layout)
+        if self._compressing is not None:
+            return buckets
+        return [Bucket(bucket.index, bucket.dense_parts) for bucket in buckets]
 
     def _add_buckets(self, buckets: list[Bucket]) -> None:
         assert self._exchange is not None
@@ -312,7 +366,8 @@ class _Distributed(torch.optim.Optimizer):
             "groups": groups,
             "op": "Sum" if self._summed else "Average",
             "never_slower": self._never_slower,
-            "decisions": channel_name(self._hvd, self.process_set) if self.schedule.adaptive else None,
+            "hierarchical": self._nodes is not None,
+            "decisions": channel_name(self._hvd, self._compressing_set) if self.schedule.adaptive else None,
             "gradient_predivide_factor": self._predivide_factor,
             "sparse_as_dense": self._sparse_as_dense,
             "loss scale": self._grad_scaler.get_scale() if self._grad_scaler is not None else None,
@@ -335,7 +390,8 @@ class _Distributed(torch.optim.Optimizer):
 
     def _log_memory(self) -> None:
         if self._transport is not None and self._transport.worker == 0:
-            logger.info("residuals for error feedback take %.1f MiB on every worker", self.residual_nbytes / 2**20)
+            where = "every worker" if self._nodes is None else "the first worker of every node"
+            logger.info("residuals for error feedback take %.1f MiB on %s", self.residual_nbytes / 2**20, where)
 
     # -- gradients
 
@@ -358,7 +414,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._missing[bucket.index] == 0:
             self._start(self._exchange, bucket)
 
-    def _start(self, exchange: Exchange, bucket: Bucket) -> None:
+    def _start(self, exchange: Exchange | NodeExchange, bucket: Bucket) -> None:
         self._missing[bucket.index] = 0
         scale = float(self._grad_scaler.get_scale()) if self._grad_scaler is not None else 1.0
         decay: dict[str, float] = {}
@@ -405,7 +461,7 @@ class _Distributed(torch.optim.Optimizer):
             self._poison()
         self._finish_record(exchange, record)
 
-    def _complete(self, exchange: Exchange) -> StepRecord:
+    def _complete(self, exchange: Exchange | NodeExchange) -> StepRecord:
         """Start the buckets that no hook has started, and finish all."""
         started = {bucket.index for bucket in exchange.buckets if self._missing[bucket.index] == 0}
         try:
@@ -431,7 +487,7 @@ class _Distributed(torch.optim.Optimizer):
             if parameter.requires_grad:
                 parameter.grad = torch.full_like(parameter, torch.nan)
 
-    def _finish_record(self, exchange: Exchange, record: StepRecord) -> None:
+    def _finish_record(self, exchange: Exchange | NodeExchange, record: StepRecord) -> None:
         self.last_step = record
         now = exchange.clock()
         seconds = math.nan if self._lap_start is None else now - self._lap_start - self._untimed_s
@@ -549,6 +605,11 @@ class _Distributed(torch.optim.Optimizer):
         parts = [part for bucket in (self._exchange.buckets if self._exchange else []) for part in bucket.parts]
         return sum(part.feedback.residual.nbytes for part in parts if part.feedback is not None)
 
+    @property
+    def _compressed_exchange(self) -> Exchange | None:
+        """The exchange that residuals belong to; None before the first step, and on workers that compress nothing."""
+        return self._exchange.between if isinstance(self._exchange, NodeExchange) else self._exchange
+
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
         """What happens within it (an evaluation, a checkpoint) is no part of the iteration time that schedules see."""
@@ -559,12 +620,18 @@ class _Distributed(torch.optim.Optimizer):
             self._untimed_s += self.schedule.clock() - began
 
     def compressor_state_dict(self) -> dict[str, Any]:
-        """This worker's residuals, the compressors' states, the step and the schedule: every worker saves its own."""
+        """This worker's residuals, the compressors' states, the step and the schedule: every worker saves its own.
+
+        Where nodes exchange, the first worker of each has them, and the others' state is empty.
+        """
         if self._transport is None:
             raise ValueError("this process is not in the optimizer's process set, so it has no compressor state")
-        if self._exchange is None:
-            return copy.deepcopy(self._restored) if self._restored is not None else checkpointing.empty(self._transport)
-        return checkpointing.state_of(self._exchange)
+        if self._compressing is None:
+            return {}
+        exchange = self._compressed_exchange
+        if exchange is not None:
+            return checkpointing.state_of(exchange)
+        return copy.deepcopy(self._restored) if self._restored is not None else checkpointing.empty(self._compressing)
 
     def load_compressor_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], on_world_change: str = "error"
@@ -580,15 +647,23 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             ValueError: the state does not fit this model, this worker, or the number of workers; nothing has changed.
         """
-        if self._transport is None:
-            return
+        if self._compressing is not None:
+            self._load(state, self._compressing, on_world_change)
+        if isinstance(self._exchange, NodeExchange):
+            self._exchange.drop()
+
+    def _load(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], transport: Transport, on_world_change: str
+    ) -> None:
         specs = {name: Spec.of(name, parameter) for name, parameter in self._parameters.items()}
-        chosen = checkpointing.choose(state, self._transport, specs, on_world_change)
+        given = state if isinstance(state, Mapping) else [one for one in state if one]
+        chosen = checkpointing.choose(given, transport, specs, on_world_change)
         checkpointing.load_schedule(self.schedule, chosen)
-        if self._exchange is None:
+        exchange = self._compressed_exchange
+        if exchange is None:
             self._restored = chosen
         else:
-            checkpointing.restore(self._exchange, chosen)
+            checkpointing.restore(exchange, chosen)
         # The next step is timed as it is in an unbroken run, so that a replayed clock replays the schedule.
         self._lap_start, self._untimed_s = self.schedule.clock() if chosen["step"] > 0 else None, 0.0
 
@@ -652,6 +727,29 @@ def _open_transport(hvd: Any, process_set: Any, predivide_factor: float) -> Tran
     if process_set.size() == 1:
         return LocalTransport()
     return HorovodTransport(hvd, process_set, predivide_factor)
+
+
+def _nodes(hvd: Any, hierarchical: bool | None, op: Any, *, subset: bool) -> Nodes | None:
+    """The nodes, if the exchange is to know them; collective unless it is certain that it is not.
+
+    Raises:
+        ValueError: on every worker, if the exchange must know them, but cannot.
+    """
+    if hierarchical is not None:
+        check_flag("hierarchical", hierarchical, hint="dense inside a node, compressed between nodes")
+    reason = None
+    if subset:
+        reason = "it is for all workers, and process_set has some of them: leave process_set out"
+    elif op == hvd.Adasum:
+        reason = "op=hvd.Adasum is no mean"
+    if hierarchical is False or (hierarchical is None and reason is not None):
+        return None
+    if reason is None:
+        found = find_nodes(hvd, _open_transport(hvd, hvd.global_process_set, 1.0), "hvdcomp.nodes")
+        if isinstance(found, Nodes) or hierarchical is None:
+            return found if isinstance(found, Nodes) else None
+        reason = found
+    raise ValueError(f"hierarchical=True is not possible here: {reason}")
 
 
 def _first(*values: Any) -> Any:
@@ -750,7 +848,7 @@ def _with_extras(optimizer: Any) -> Any:
 
 def _refuse_join(hvd: Any, optimizer: Any) -> None:
     """Make ``hvd.join`` say at once what would otherwise hang: other workers wait for this one's payload."""
-    if isinstance(optimizer.compression, NoCompression):
+    if isinstance(optimizer.compression, NoCompression) and optimizer._nodes is None:
         return
     _live.add(optimizer)
     if getattr(hvd.join, "_hvdcomp_refuses", False):
@@ -760,8 +858,9 @@ def _refuse_join(hvd: Any, optimizer: Any) -> None:
     def join(*arguments: Any, **keywords: Any) -> Any:
         if len(_live):
             raise RuntimeError(
-                "hvd.join() does not work with compressed gradients: Horovod's join cannot complete an allgather. Give "
-                "every worker the same number of steps (drop or repeat the last batches)"
+                "hvd.join() does not work with compressed gradients, or with hierarchical=True: Horovod's join cannot "
+                "complete an allgather, nor what a process set does. Give every worker the same number of steps (drop "
+                "or repeat the last batches)"
             )
         return stock_join(*arguments, **keywords)
 

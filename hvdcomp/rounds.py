@@ -172,13 +172,14 @@ class BucketRun:
     def fuse(self) -> list[Fused]:
         """The requests of this phase, those of one kind, type and root together; none when the bucket is done.
 
-        Large tensors to reduce travel by themselves.
+        Large tensors to reduce or to broadcast travel by themselves.
         """
         groups: dict[tuple[str, str, int, int], list[int]] = {}
         for number, request in sorted(self._waiting.items()):
             dtype = "" if isinstance(request, (Allgather, Alltoallv)) else str(_tensor_of(request).dtype)
             root = request.root if isinstance(request, Broadcast) else -1
-            alone = number if isinstance(request, Allreduce) and request.tensor.nbytes >= LARGE else -1
+            large = isinstance(request, (Allreduce, Broadcast)) and request.tensor.nbytes >= LARGE
+            alone = number if large else -1
             groups.setdefault((_KINDS[type(request)], dtype, root, alone), []).append(number)
         return [
             self._fuse(kind, root, numbers, alone >= 0) for (kind, _, root, alone), numbers in sorted(groups.items())
@@ -315,11 +316,11 @@ class BucketRun:
             joined = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0]
             return Fused(kind, joined, numbers, owned=len(tensors) > 1)
         first = requests[0]
-        owned = len(tensors) > 1 or (isinstance(first, Allreduce) and first.in_place)
+        owned = len(tensors) > 1 or (isinstance(first, (Allreduce, Broadcast)) and first.in_place)
         flat = [tensor.reshape(-1) for tensor in tensors]
         buffer = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
         if kind == "broadcast":  # whole numbers cannot tell of a NaN: the values that follow do
-            return Fused(kind, buffer, numbers, owned, root)
+            return Fused(kind, buffer, numbers, owned, root, alone)
         return self._flagged(Fused(kind, buffer, numbers, owned, alone=alone))
 
     def _frame(self, payloads: list[Tensor]) -> Tensor:

@@ -1,9 +1,10 @@
-"""Several hosts on one machine: network namespaces, each joined to a switch by a link of a chosen bandwidth (Linux)."""
+"""Several hosts on one machine: namespaces, each joined to a switch by a link of a chosen bandwidth (Linux)."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -26,9 +27,9 @@ class NetworkError(RuntimeError):
 
 def missing() -> str | None:
     """Why this machine cannot have several hosts, None if it can."""
-    absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    absent = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
     if absent:
-        return f"{' and '.join(absent)} not found (Debian package iproute2)"
+        return f"{' and '.join(absent)} not found (Debian packages iproute2 and util-linux)"
     name = f"{_PREFIX}{os.getpid()}-try"
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode:
@@ -38,7 +39,7 @@ def missing() -> str | None:
 
 
 class Hosts:
-    """So many hosts, each with one interface; made on entry, gone on exit.
+    """So many hosts, each with a name and one interface; made on entry, gone on exit.
 
     Nothing outside the namespaces is touched. Those of an earlier process that was killed are removed on entry.
 
@@ -80,7 +81,7 @@ class Hosts:
 
     def on_first(self, command: Sequence[str]) -> list[str]:
         """The command, run on the first host."""
-        return ["ip", "netns", "exec", self._host(0), *command]
+        return [*_on_host(self._host(0)), *command]
 
     def launcher_options(self) -> list[str]:
         """What Open MPI's mpirun needs to reach the hosts, and to leave the shared memory alone that they do have."""
@@ -89,9 +90,8 @@ class Hosts:
         hosts = "\n".join(
             f'  {address}) namespace="{self._host(host)}" ;;' for host, address in enumerate(self.addresses)
         )
-        agent.write_text(
-            f'#!/bin/sh\ncase "$1" in\n{hosts}\nesac\nshift\nexec ip netns exec "$namespace" env {passed} sh -c "$*"\n'
-        )
+        start = shlex.join(_on_host("NAMESPACE")).replace("NAMESPACE", '"$namespace"')
+        agent.write_text(f'#!/bin/sh\ncase "$1" in\n{hosts}\nesac\nshift\nexec {start} env {passed} sh -c "$*"\n')
         agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
         settings = {
             "plm_rsh_agent": str(agent),
@@ -132,6 +132,12 @@ class Hosts:
             if namespace.startswith(f"{self._name}-"):
                 _run("ip", "netns", "del", namespace, check=False)
         self._folder.cleanup()
+
+
+def _on_host(namespace: str) -> list[str]:
+    """What goes before a command that a host runs; by a host's name MPI tells which workers share memory."""
+    named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', namespace]
+    return ["ip", "netns", "exec", namespace, *named]
 
 
 def _remove_stale() -> None:

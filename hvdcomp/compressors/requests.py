@@ -49,10 +49,14 @@ class Alltoallv:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Answered with ``tensor`` (int32) of worker ``root``; all workers' have its size."""
+    """Answered with ``tensor`` of worker ``root``; all workers' have its size.
+
+    With ``in_place`` that may be written into ``tensor``, which is not needed any more.
+    """
 
     tensor: Tensor
     root: int
+    in_place: bool = False
 
 
 @dataclass(frozen=True)

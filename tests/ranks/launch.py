@@ -94,7 +94,7 @@ def job(
         variables = {name: value.replace("{folder}", folder) for name, value in environment.items()}
         command = [*_launcher(launcher, ranks), sys.executable, "-m", "ranks.worker", topic, *checks]
         code, output, seconds = run(command, variables | {FOLDER: folder}, limit_s)
-        results = [_read(Path(folder) / f"{rank}.jsonl") for rank in range(ranks)]
+        results = [read(Path(folder) / f"{rank}.jsonl") for rank in range(ranks)]
     return Job(f"{topic}, {launcher} -np {ranks}", code, seconds, output, results)
 
 
@@ -105,7 +105,7 @@ def run(command: list[str], variables: dict[str, str], limit_s: float) -> tuple[
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             command,
-            env=_environment(variables) | {_MARK: mark},
+            env=environment_of(variables) | {_MARK: mark},
             cwd=TESTS,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -126,7 +126,8 @@ def run(command: list[str], variables: dict[str, str], limit_s: float) -> tuple[
         return code, output.read(), time.monotonic() - began
 
 
-def _environment(variables: dict[str, str]) -> dict[str, str]:
+def environment_of(variables: dict[str, str]) -> dict[str, str]:
+    """What a launch runs with: these variables beside the tests' own, and none that another launch has left."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLEARED)}
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return inherited | _ENVIRONMENT | variables | {"PYTHONPATH": path}
@@ -162,7 +163,8 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """A rank's results by check."""
     if not path.exists():
         return {}
     return {record["check"]: record for record in map(json.loads, path.read_text().splitlines())}
