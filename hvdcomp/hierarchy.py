@@ -185,6 +185,13 @@ class NodeExchange:
                 exchange.step = record.step + 1
         return record
 
+    def conclude(self, record: StepRecord, seconds: float, samples: float) -> None:
+        """See :meth:`Exchange.conclude`; decisions are made between leaders, the honest switch is everybody's."""
+        if self.between is not None:
+            self.between.conclude(record, seconds, samples)
+        elif self.referee is not None:
+            self.referee.observe(seconds)
+
     def drop(self) -> None:
         """Forget what is under way; see :meth:`Exchange.drop`."""
         for exchange in (self._up, self.between, self._down, self._flat):
