@@ -180,6 +180,11 @@ class Layout:
             )
         if not all(isinstance(rule, str) for rule in self.excluded):
             raise ValueError(f"exclude must be a sequence of name globs such as ['*.bias'], got {self.exclude!r}")
+        for rule in self.excluded:
+            if rule.startswith("<") and not _SMALLER.fullmatch(rule):
+                raise ValueError(
+                    f"exclude holds {rule!r}, which is no size: write a number of elements, such as '<1024'"
+                )
         check_number("bucket_mb", self.bucket_mb, MIN_BUCKET_MB, hint="MiB of gradients in a bucket")
 
     @property

@@ -757,10 +757,10 @@ def _first(*values: Any) -> Any:
 
 
 def _check_momentum(compressor: Compressor, param_groups: list[dict[str, Any]]) -> None:
-    if any("momentum" not in group or group.get("dampening") for group in param_groups):
+    if any("momentum" not in g or g.get("dampening") or g.get("maximize") for g in param_groups):
         raise ValueError(
             f"{compressor.name} applies momentum itself and takes it from the optimizer, so it needs torch.optim.SGD "
-            "(or another with a `momentum` in its parameter groups) without dampening"
+            "(or another with a `momentum` in its parameter groups) without dampening and maximize"
         )
 
 

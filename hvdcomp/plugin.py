@@ -82,7 +82,7 @@ def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tupl
     if (chosen.adaptive or chosen.cf_at(0) is not None) and not compressor.has_levels:
         raise ValueError(
             f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
-            "use topk or randomk, or leave the schedule out"
+            "use a sparse method such as topk, or leave the schedule out"
         )
     return chosen, compressor.as_selector() if chosen.adaptive else compressor
 

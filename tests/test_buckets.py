@@ -240,6 +240,11 @@ def test_rules_of_exclusion(exclude: tuple[str, ...] | None, left: set[str]) -> 
     assert compressed(Layout(TopK(), exclude=exclude).buckets(MODEL)) == left
 
 
+def test_an_exclusion_that_looks_like_a_size_must_be_one() -> None:
+    with pytest.raises(ValueError, match="'<abc', which is no size"):
+        Layout(TopK(), exclude=("<abc",))
+
+
 def test_the_word_1d_means_fewer_than_two_dimensions() -> None:
     assert is_excluded(spec("a"), ["1d"])
     assert is_excluded(spec("a", 3), ["1d"])

@@ -627,7 +627,7 @@ def test_a_static_schedule_gives_the_factor() -> None:
 
 @pytest.mark.parametrize("schedule", [GraVAC(), Static(cf=10), Warmup(5), "gravac"])
 def test_a_schedule_needs_a_method_with_levels(schedule: Any) -> None:
-    with pytest.raises(ValueError, match=r"'powersgd' does not have.*use topk or randomk"):
+    with pytest.raises(ValueError, match=r"'powersgd' does not have.*use a sparse method such as topk"):
         World(2, "powersgd", schedule=schedule)
 
 

@@ -312,6 +312,8 @@ class _Step:
     def figures(self, gradient: Tensor) -> dict[str, float | None]:
         nbytes = sum(request.buffer.nbytes for request in self._sent)
         self.step(gradient, workers=1)  # where workers share the reducing, other workers' parts are known only so
+        if all(request.kind == "allgather" for request in self._sent):  # the same to any number of workers
+            nbytes = sum(request.buffer.nbytes for request in self._sent)
         outcome = self._run.outcomes[0]
         count = None
         if isinstance(outcome, Sparse):

@@ -25,8 +25,7 @@ class ARTopK(Sparsifier):
         cf: compression factor >= 1, original floats / sent floats; 1 sends all.
         selection: whose elements: "star", worker (step modulo workers); "var", the one whose k largest have the largest
             norm, which a first allgather of 8 bytes tells.
-        error_feedback: keep what was not sent for the next step, and send values as they are; without it they are
-            multiplied by numel / k.
+        error_feedback: keep what was not sent for the next step; without it, it is lost.
     """
 
     name: ClassVar[str] = "artopk"
@@ -52,7 +51,7 @@ class ARTopK(Sparsifier):
         if not ascending_below(positions, unit.numel):
             raise WireError(f"indices are not ascending within [0, {unit.numel})")
         mean = yield Allreduce(acc[positions])
-        return SharedSparse(positions.long(), mean, self._outcome_scale(unit, mean.numel()))
+        return SharedSparse(positions.long(), mean)  # the largest are no random sample: a factor would not unbias them
 
     def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         norms = [Volume(0, "allgather", 8)] if self.selection == "var" else []

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdcomp.checks import check_number
+from hvdcomp.checks import check_flag, check_number
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.none import NoCompression
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Sparse, Unit, keep_spare, spare
@@ -63,7 +63,11 @@ class DGC(GatheredSparsifier):
         values: str = "fp32",
     ) -> None:
         super().__init__(cf, values, error_feedback=not correction)
-        self.correction = self.takes_momentum = correction
+        self.correction = self.takes_momentum = check_flag(
+            "correction", correction, hint="keep u and v, as in the paper"
+        )
+        if nesterov is not None:
+            check_flag("nesterov", nesterov, hint="None takes the optimizer's")
         if momentum is not None and check_number("momentum", momentum, 0, 1, hint="m of u = m u + g") == 1:
             raise ValueError("momentum must be below 1, got 1 (m of u = m u + g, which would never forget)")
         if weight_decay is not None:

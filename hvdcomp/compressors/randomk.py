@@ -54,7 +54,7 @@ class RandomK(Sparsifier):
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
         mean = yield Allreduce(kept.values)
-        return SharedSparse(kept.positions, mean, self._outcome_scale(unit, mean.numel()))
+        return SharedSparse(kept.positions, mean, 1.0 if self.error_feedback else unit.numel / mean.numel())
 
     def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         return [Volume(0, "allreduce", 4 * kept)]

@@ -136,10 +136,6 @@ class Sparsifier(Compressor):
         """About what the squares of the elements that are kept add up to, for each number of them."""
         return squares_of_largest(acc, counts)
 
-    def _outcome_scale(self, unit: Unit, kept: int) -> float:
-        """Unsent elements are made up for by the residual, or, without one, by scaling what is sent."""
-        return 1.0 if self.error_feedback else unit.numel / kept
-
 
 class GatheredSparsifier(Sparsifier):
     """A sparsifier whose workers choose different elements, so that values and positions travel by allgather.

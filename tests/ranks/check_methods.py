@@ -142,3 +142,6 @@ def check_dgc_refuses_an_optimizer_without_momentum() -> None:
     adam = torch.optim.Adam(model.parameters())
     message = raised(ValueError, lambda: hvdcomp.DistributedOptimizer(adam, model.named_parameters(), "dgc"))
     assert "torch.optim.SGD" in message
+    ascending = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, maximize=True)  # whose decay has another sign
+    message = raised(ValueError, lambda: hvdcomp.DistributedOptimizer(ascending, model.named_parameters(), "dgc"))
+    assert "maximize" in message
