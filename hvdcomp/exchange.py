@@ -252,10 +252,9 @@ class Exchange:
             self._record = StepRecord(self.step, levels=self.levels, fell_back=self._dense)
             self._first_start = None
             self._shares.clear()
-        looks = self._check_finite and (bucket.holds or not self._dense)
         context = Context(
             self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
-            looks, scale, summed, cf=self._cf, dense=self._dense,
+            self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
             watched=self.levels if self._ahead else None,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
@@ -304,19 +303,19 @@ class Exchange:
             if math.isfinite(seconds):
                 self.coordinator.observe(seconds, record.compress_s, samples)
             if self._ahead:
-                self._decide_ahead(record)
+                decision = self._ask(self.coordinator, self._shares)
+                self._gains = decision.gains
+                self.sending = self.sending if decision.skip else decision.cf
         if self.referee is not None:
             self.referee.observe(seconds)
 
-    def _decide_ahead(self, record: StepRecord) -> None:
-        assert self.coordinator is not None
-        total = [sum(column) for column in zip(*self._shares, strict=True)] or [0.0] * Statistics.SIZE
-        began = self.clock()
-        decision = self.coordinator.decide(total)
-        record.decide_s += self.clock() - began
-        self.levels, self._gains = decision.levels, decision.gains
-        if not decision.skip:
-            self.sending = decision.cf
+    def _ask(self, coordinator: Coordinator, shares: list[list[float]]) -> Decision:
+        """The decision on this step's statistics, of which each bucket has its share."""
+        total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE
+        with self._timed("decide_s"):
+            decision = coordinator.decide(total)
+        self.levels = decision.levels
+        return decision
 
     def drop(self) -> None:
         """Forget what is under way: after a failed collective nothing of it can be completed."""
@@ -330,11 +329,8 @@ class Exchange:
         record = self._record
         with self._timed("encode_s"):
             shares = [flight.run.statistics() for _, flight in sorted(self._flights.items())]
-            total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE
-        with self._timed("decide_s"):
-            decision = self.coordinator.decide(total)
+        decision = self._ask(self.coordinator, shares)
         record.cf, record.level, record.gains = decision.cf, decision.level, decision.gains
-        self.levels = decision.levels
         return decision
 
     def _run_all(self, flights: list[_Flight], decision: Decision | None) -> None:

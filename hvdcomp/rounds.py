@@ -125,6 +125,7 @@ class BucketRun:
     def __post_init__(self) -> None:
         plain = self.context.dense and not self.bucket.holds
         self.parts = self.bucket.dense_parts if plain else self.bucket.parts
+        self._checks_finite = self.context.check_finite and not plain  # with no residual that a NaN could harm
 
     def begin(self) -> None:
         """Add the gradients to the residuals and run every unit up to its first request."""
@@ -246,7 +247,7 @@ class BucketRun:
             self._acc[number] = _join(part, gradients)
             if part.unscaled and self.context.scale != 1.0:
                 self._acc[number] = self._acc[number] / self.context.scale
-            if not self.context.check_finite or self._is_checked_later(part):
+            if not self._checks_finite or self._is_checked_later(part):
                 return True
             unit.moments = moments_in_passing(self._acc[number])
             norm_sq = float(squared_norm(self._acc[number])) if unit.moments is None else unit.moments.total_sq
@@ -273,7 +274,7 @@ class BucketRun:
         spec = part.members[0]
         gradient = self.gradients.read(spec)
         rows = no_rows(spec.shape, spec.dtype, spec.device) if gradient is None else as_rows(gradient)
-        if self.context.check_finite:
+        if self._checks_finite:
             self.finite &= bool(torch.isfinite(rows.values()).all())
         return sparse_rounds(rows, part.unit)
 
@@ -350,7 +351,7 @@ class BucketRun:
         if fused.kind == "alltoall":
             pieces = result.split([tensor.shape[1] for tensor in tensors], dim=1)
             return {n: piece.contiguous() for n, piece in zip(fused.parts, pieces, strict=True)}
-        if self.context.check_finite and result.is_floating_point() and result.numel():
+        if self._checks_finite and result.is_floating_point() and result.numel():
             whole = any(self._is_checked_later(self.parts[number]) for number in fused.parts)
             self.finite &= is_finite(result) if whole else not bool(torch.isnan(result[0]))
         pieces = result.split([tensor.numel() for tensor in tensors])

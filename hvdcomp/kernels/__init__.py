@@ -260,7 +260,7 @@ def largest(values: Tensor, k: int, candidates: Collected | None = None) -> Coll
         candidates: elements that hold the k largest and all that tie with the smallest of them, if known.
     """
     if candidates is None and _is_compiled(values) and values.numel() > _SMALL and k * 4 <= values.numel():
-        candidates = _at_least_k(values, k)
+        candidates = tail(values, k).found
     source = values if candidates is None else candidates.values
     if k >= source.numel():
         return Collected(_every_position(values), values) if candidates is None else candidates
@@ -376,7 +376,7 @@ def above(values: Tensor, threshold: float) -> Above:
 
 def mean_log(values: Tensor) -> float:
     """The mean logarithm of the magnitudes that are not zero, from a strided sample; nan where it meets zeros only."""
-    sample = values[:: -(-values.numel() // _SAMPLE) or 1].abs()
+    sample = _strided(values, _SAMPLE)
     return float(sample[sample > 0].double().log().mean())
 
 
@@ -395,7 +395,7 @@ def tail(values: Tensor, at_least: int) -> Tail:
 
 def squares_of_largest(values: Tensor, counts: Sequence[int]) -> list[float]:
     """About the sum of squares of the k largest elements of a 1-D tensor, for each k, from a strided sample."""
-    sample = values[:: -(-values.numel() // _GAIN_SAMPLE) or 1].abs().cpu().double().numpy()
+    sample = _strided(values, _GAIN_SAMPLE).cpu().double().numpy()
     squares = np.cumsum(np.square(np.sort(sample))[::-1]) * values.numel() / max(sample.size, 1)
     wanted = [round(sample.size * k / max(values.numel(), 1)) for k in counts]
     return [float(squares[max(1, k) - 1]) if sample.size else 0.0 for k in wanted]
@@ -501,16 +501,9 @@ def _threshold_of(magnitudes: np.ndarray, wanted: int, numel: int) -> tuple[floa
 
     It lies four standard deviations lower than the sample's own; (inf, 0) where it would be 0.
     """
-    expected = magnitudes.size * wanted / numel
-    rank = min(magnitudes.size, math.ceil(expected + 4 * math.sqrt(expected) + 4))
+    rank = min(magnitudes.size, _safe_rank(magnitudes.size * wanted / numel))
     threshold = float(_kth_largest(magnitudes, rank))
     return (threshold, _share(rank, numel, magnitudes.size)) if 0 < threshold < math.inf else (math.inf, 0)
-
-
-def _at_least_k(values: Tensor, k: int) -> Collected | None:
-    threshold, expected = _threshold_of(_sampled(values), k, values.numel())
-    found = _collect_compiled(values, threshold, expected) if expected else None
-    return found if found is not None and found.positions.numel() >= k else None
 
 
 def _collect_compiled(values: Tensor, threshold: float, expected: int) -> Collected | None:
@@ -524,6 +517,11 @@ def _collect_compiled(values: Tensor, threshold: float, expected: int) -> Collec
     return _joined(_in_threads(run, _ranges(values.numel())), 0)
 
 
+def _safe_rank(expected: float) -> int:
+    """A place in a sample beyond which an expected one lies: four standard deviations further."""
+    return math.ceil(expected + 4 * math.sqrt(expected) + 4)
+
+
 def _with_room(data: Tensor, count: int, width: int) -> np.ndarray:
     """Packed numbers, and the 8 bytes more that the loops may read."""
     padded = np.zeros(packed_nbytes(count, width) + 8, dtype=np.uint8)
@@ -531,7 +529,13 @@ def _with_room(data: Tensor, count: int, width: int) -> np.ndarray:
     return padded
 
 
+def _strided(values: Tensor, size: int) -> Tensor:
+    """At most ``size`` magnitudes, at even distances."""
+    return values[:: -(-values.numel() // size) or 1].abs()
+
+
 def _sampled(values: Tensor) -> np.ndarray:
+    """Those from which a threshold is estimated."""
     return np.asarray(values[:: _stride(values.numel())].abs().cpu().numpy())
 
 
@@ -540,8 +544,7 @@ def _kth_largest(values: np.ndarray, k: int) -> Any:
     below = values.size - k
     if values.dtype == np.float32 and values.size > 16 * _SMALL and below * 4 <= values.size:
         sample = np.abs(values[:: _stride(values.size)])
-        expected = sample.size * below / values.size
-        rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)
+        rank = _safe_rank(sample.size * below / values.size)
         magnitudes = np.empty(2 * _share(rank, values.size, sample.size) + _SMALL, dtype=np.float32)
         count = _cpu().smaller(values, np.partition(sample, rank)[rank], magnitudes) if rank < sample.size else 0
         if count > below:
