@@ -19,7 +19,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, load, load_comparison
 from hvdcomp.training import launcher
 from hvdcomp.training.comparison import Run, last_words, plan
-from hvdcomp.training.comparison_report import HEAD, Ended, cells, markdown, results, setting
+from hvdcomp.training.comparison_report import Ended, cells, head, markdown, results, setting
 from hvdcomp.training.launcher import Job
 
 COMPARISON = """
@@ -208,7 +208,7 @@ def test_some_of_it(file: Path, tmp_path: Path, started: list[tuple[str, int]]) 
     found = json.loads((tmp_path / "runs" / "comparison.json").read_text())
     assert [result["variant"] for result in found["results"]] == ["dense", "topk"]
     assert found["results"][1]["difference"] == pytest.approx(-0.01)
-    assert found["results"][1]["accuracy_sd"] is None
+    assert found["results"][1]["score_sd"] is None
 
 
 def test_a_run_that_fails_is_reported_and_the_next_one_starts(
@@ -296,7 +296,7 @@ def test_figures(file: Path) -> None:
         ("topk", "topk(cf=20)", "97.00 ± 2.83", "+0.00", "10", "20"),
         ("signsgd", "signsgd, optimizer(lr=0.01, momentum=0.0)", "90.00", "-6.00", "4", ""),
     ]
-    assert table[1].accuracies == {0: 0.99, 7: 0.95}
+    assert table[1].scores == {0: 0.99, 7: 0.95}
     assert markdown(table).splitlines()[2] == "| dense | none | 97.00 ± 1.41 | +0.00 | 100 |  |"
 
 
@@ -386,7 +386,7 @@ def test_the_pages_convergence_table_has_a_row_for_each_variant_with_its_setting
     variants = load_comparison(DIGITS).variants
     rows = {row[0]: row for row in table_rows("method")}
     assert {name: rows[name][1] for name in rows} == {name: setting(changed) for name, changed in variants.items()}
-    assert all(len(row) == len(HEAD) for row in rows.values())
+    assert all(len(row) == len(head("accuracy")) for row in rows.values())
 
 
 def test_the_pages_convergence_table_was_made_by_the_base_of_the_file() -> None:

@@ -195,8 +195,8 @@ def test_metrics_go_on_behind_a_step_and_stay_json(tmp_path: Path) -> None:
 
 
 def test_figures_show_what_was_sent() -> None:
-    text = figures(row(), totals(row()), 0.9)
-    assert text == "loss 0.500  accuracy 0.900  CF 20  gain 0.60  bytes saved 88%"
+    text = figures(row(), totals(row()), "accuracy 0.9000")
+    assert text == "loss 0.500  accuracy 0.9000  CF 20  gain 0.60  bytes saved 88%"
     assert "dense  gain 0.80" in figures(row(cf=1.0, decision=-1), totals(row()), None)
 
 
@@ -492,7 +492,7 @@ def test_a_run_on_two_ranks_learns_and_leaves_its_records(tmp_path: Path) -> Non
         assert line["levels"][max(0, line["decision"])] == line["cf"] or line["cf"] == 1
     assert list((folder / "tensorboard").iterdir())
     assert (folder / "config.yaml").read_text().startswith("model:\n  name: mlp\n")
-    assert f"accuracy {result['accuracy']:.3f}" in done.out
+    assert f"accuracy {result['accuracy']:.4f}" in done.out
     assert result["paid"] in done.out
     assert "replicas equal" in done.out
     assert done.err == ""

@@ -27,6 +27,7 @@ from hvdcomp.training import launcher
 from hvdcomp.training.checkpoint import CheckpointError, find_latest, write_atomically
 from hvdcomp.training.comparison_report import Ended, report
 from hvdcomp.training.launcher import Job
+from hvdcomp.training.metrics import score_text
 from hvdcomp.training.parts import resolve
 from hvdcomp.training.run_folder import RunFolder
 
@@ -180,7 +181,7 @@ class _Outcome:
 def _outcome(run: Run, code: int) -> _Outcome:
     summary = run.summary()
     if code == 0 and summary is not None:
-        return _Outcome(False, f"accuracy {summary['accuracy']:.4f}")
+        return _Outcome(False, score_text(summary))
     path = run.beside(".log")
     return _Outcome(True, f"FAILED with exit code {code}: {last_words(path)} (all of it: {path})")
 

@@ -16,11 +16,10 @@ from rich.table import Table
 from hvdcomp import compressors
 from hvdcomp.config import ComparisonConfig, RunConfig
 from hvdcomp.training.checkpoint import write_atomically
-
-HEAD = ("method", "setting", "accuracy, %", "difference, points", "bytes sent, %", "CF")
+from hvdcomp.training.metrics import known_by
 
 _NOTES = (
-    "accuracy: on the held-out samples after the last step, mean and standard deviation over the seeds; difference: of "
+    "{metric}: on the held-out samples after the last step, mean and standard deviation over the seeds; difference: of "
     "the means, to {baseline}; bytes sent: of what plain Horovod would have sent, headers and indices included; CF: "
     "the factor that was asked for, original floats / sent floats, where the method has one."
 )
@@ -32,9 +31,11 @@ class Result:
 
     Attributes:
         setting: what differs from the base.
-        accuracy: share in [0, 1], the mean over the seeds.
-        accuracy_sd: their standard deviation (n - 1); None of one.
-        difference: accuracy minus the baseline's, over the seeds that both have; None where there is none.
+        metric: "accuracy" (share in [0, 1]) or "perplexity" (lower is better).
+        scores: what the run of each seed reached.
+        score: their mean.
+        score_sd: their standard deviation (n - 1); None of one.
+        difference: score minus the baseline's, over the seeds that both have; None where there is none.
         bytes_ratio: bytes sent / bytes that plain Horovod would have sent; None where that is nothing.
         cf: that was asked for, by the papers' definition, the mean over steps; None of a method without such a factor.
         runs: folder of each seed's run.
@@ -42,9 +43,10 @@ class Result:
 
     variant: str
     setting: str
-    accuracies: dict[int, float]
-    accuracy: float
-    accuracy_sd: float | None
+    metric: str
+    scores: dict[int, float]
+    score: float
+    score_sd: float | None
     difference: float | None
     bytes_ratio: float | None
     cf: float | None
@@ -71,7 +73,7 @@ def report(comparison: ComparisonConfig, runs: Sequence[Ended], console: Console
         console.print("no run is finished, so there is nothing to compare")
         return
     facts, missing = _facts(comparison, runs), _missing(runs)
-    notes = [_NOTES.format(baseline=comparison.baseline)]
+    notes = [_NOTES.format(metric=found[0].metric, baseline=comparison.baseline)]
     if missing:
         seeds = (f"{variant}, seed {', '.join(map(str, of_variant))}" for variant, of_variant in missing.items())
         notes.append(f"Not finished: {'; '.join(seeds)}.")
@@ -85,7 +87,7 @@ def report(comparison: ComparisonConfig, runs: Sequence[Ended], console: Console
 
 def results(comparison: ComparisonConfig, runs: Sequence[Ended]) -> list[Result]:
     """A result for each variant of which a run is finished, in the file's order."""
-    baseline = {run.seed: run.summary["accuracy"] for run in runs if run.variant == comparison.baseline and run.summary}
+    baseline = {run.seed: _score(run.summary) for run in runs if run.variant == comparison.baseline and run.summary}
     found = []
     for variant, changed in comparison.variants.items():
         finished = [run for run in runs if run.variant == variant and run.summary]
@@ -96,21 +98,26 @@ def results(comparison: ComparisonConfig, runs: Sequence[Ended]) -> list[Result]
 
 def _result(variant: str, changed: str, finished: Sequence[Ended], baseline: Mapping[int, float]) -> Result:
     summaries = [run.summary for run in finished if run.summary]
-    accuracies = {run.seed: float(run.summary["accuracy"]) for run in finished if run.summary}
-    differences = [accuracy - baseline[seed] for seed, accuracy in accuracies.items() if seed in baseline]
+    scores = {run.seed: _score(run.summary) for run in finished if run.summary}
+    differences = [score - baseline[seed] for seed, score in scores.items() if seed in baseline]
     dense = sum(summary["bytes_dense"] for summary in summaries)
     method = compressors.available()[finished[0].config.compression.name]
     return Result(
         variant=variant,
         setting=changed,
-        accuracies=accuracies,
-        accuracy=statistics.mean(accuracies.values()),
-        accuracy_sd=statistics.stdev(accuracies.values()) if len(accuracies) > 1 else None,
+        metric=known_by(summaries[0]),
+        scores=scores,
+        score=statistics.mean(scores.values()),
+        score_sd=statistics.stdev(scores.values()) if len(scores) > 1 else None,
         difference=statistics.mean(differences) if differences else None,
         bytes_ratio=sum(s["bytes_sent"] for s in summaries) / dense if dense else None,
         cf=statistics.mean(s["cf_mean"] for s in summaries) if method.has_levels else None,
         runs={run.seed: str(run.config.run_dir) for run in finished},
     )
+
+
+def _score(summary: Mapping[str, Any]) -> float:
+    return float(summary[known_by(summary)])
 
 
 def setting(changed: Mapping[str, Any]) -> str:
@@ -126,20 +133,28 @@ def _section(key: str, value: Any) -> str:
     return f"{key}{name}({parameters})" if parameters else f"{key}{name}"
 
 
+def head(metric: str) -> tuple[str, ...]:
+    """The titles of the table's columns."""
+    score = ("accuracy, %", "difference, points") if metric == "accuracy" else (metric, "difference")
+    return ("method", "setting", *score, "bytes sent, %", "CF")
+
+
 def markdown(found: Sequence[Result]) -> str:
     """The table in Markdown."""
-    lines = [HEAD, ("---", "---", *["---:"] * (len(HEAD) - 2)), *(cells(result) for result in found)]
+    titles = head(found[0].metric)
+    lines = [titles, ("---", "---", *["---:"] * (len(titles) - 2)), *(cells(result) for result in found)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cells(result: Result) -> tuple[str, ...]:
-    """A row's cells, under `HEAD`."""
-    spread = "" if result.accuracy_sd is None else f" ± {100 * result.accuracy_sd:.2f}"
+    """A row's cells, under `head`."""
+    unit = 100 if result.metric == "accuracy" else 1
+    spread = "" if result.score_sd is None else f" ± {unit * result.score_sd:.2f}"
     return (
         result.variant,
         result.setting,
-        f"{100 * result.accuracy:.2f}{spread}",
-        "" if result.difference is None else f"{100 * result.difference:+.2f}",
+        f"{unit * result.score:.2f}{spread}",
+        "" if result.difference is None else f"{unit * result.difference:+.2f}",
         "" if result.bytes_ratio is None else f"{100 * result.bytes_ratio:.3g}",
         "" if result.cf is None else f"{result.cf:.4g}",
     )
@@ -148,11 +163,11 @@ def cells(result: Result) -> tuple[str, ...]:
 def _facts(comparison: ComparisonConfig, runs: Sequence[Ended]) -> str:
     summary = next(run.summary for run in runs if run.summary)
     samples, seeds = summary["test_samples"], ", ".join(map(str, comparison.seeds))
+    held_out = f"{samples} held-out words"
+    if known_by(summary) == "accuracy":
+        held_out = f"{samples} held-out samples, so that one of them is {100 / samples:.2f} points"
     base = setting(comparison.base.model_dump(exclude_unset=True))
-    return (
-        f"{summary['workers']} workers; seeds {seeds}; {samples} held-out samples, so that one of them is "
-        f"{100 / samples:.2f} points. All: {base}."
-    )
+    return f"{summary['workers']} workers; seeds {seeds}; {held_out}. All: {base}."
 
 
 def _missing(runs: Sequence[Ended]) -> dict[str, list[int]]:
@@ -166,7 +181,7 @@ def _missing(runs: Sequence[Ended]) -> dict[str, list[int]]:
 
 def _show(found: Sequence[Result], notes: Sequence[str], console: Console) -> None:
     table = Table(box=box.SIMPLE)
-    for number, title in enumerate(HEAD):
+    for number, title in enumerate(head(found[0].metric)):
         table.add_column(title, justify="left" if number < 2 else "right", overflow="fold")
     for result in found:
         table.add_row(*cells(result))

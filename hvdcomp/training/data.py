@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,26 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvdcomp.training.registry import Registry
 
+IGNORED = -100
+"""A target that counts in no loss and no metric, as in `torch.nn.functional.cross_entropy`."""
+
+Metric = Literal["accuracy", "perplexity"]
+
 
 @dataclass(frozen=True)
 class Data:
-    """A training and a test set, map-style, of (input, target) pairs; the loss averages over a batch."""
+    """A training and a test set of (input, target) pairs, map-style or a `Stream`; the loss averages over a batch.
+
+    Attributes:
+        metric: what the data set is known by; perplexity is the exponential of the loss.
+        sha256: of the raw data, where it may differ between machines.
+    """
 
     train: Dataset[Any]
     test: Dataset[Any]
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    metric: Metric = "accuracy"
+    sha256: str | None = None
 
 
 DATASETS: Registry[Data | tuple[Dataset[Any], Dataset[Any]]] = Registry("data set")
@@ -92,12 +105,44 @@ class Batch:
     """What the local mean loss counts, so that the mean over workers is the mean over all samples; 1.0 mostly."""
     end: int
     """Samples of this epoch that all workers together have seen after this step."""
+    first: bool = False
+    """Whether a stream begins here, so that nothing is carried over from the step before."""
+
+
+class Stream(Dataset[Any]):
+    """Data whose order means something, such as a text: it shares itself out, the same way in every epoch."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples of an epoch, in the unit in which `Batch.samples` counts."""
+
+    @abstractmethod
+    def spans(self, start: int, workers: int, batch_size: int) -> list[tuple[int, int]]:
+        """(from, to) of each step in samples of all workers, as `cut`. Raises ValueError for too many workers."""
+
+    @abstractmethod
+    def batches(self, start: int, worker: int, workers: int, batch_size: int) -> Iterator[Batch]:
+        """A worker's part of each of these steps."""
+
+    @abstractmethod
+    def test_batches(self, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
+        """A worker's share of an evaluation, (inputs, targets) at a time, in order."""
+
+
+def epoch_spans(dataset: Dataset[Any], start: int, workers: int, batch_size: int) -> list[tuple[int, int]]:
+    """(from, to) of each step of an epoch, in samples of all workers, from `start` on. Raises ValueError as `cut`."""
+    if isinstance(dataset, Stream):
+        return dataset.spans(start, workers, batch_size)
+    return cut(len(dataset), start, workers, batch_size)  # type: ignore[arg-type]
 
 
 def batches(
     dataset: Dataset[Any], *, seed: int, epoch: int, start: int, worker: int, workers: int, batch_size: int
 ) -> Iterator[Batch]:
     """This worker's batches of an epoch, from `start` samples on (of all workers together)."""
+    if isinstance(dataset, Stream):
+        yield from dataset.batches(start, worker, workers, batch_size)
+        return
     total = len(dataset)  # type: ignore[arg-type]
     order = epoch_order(total, seed, epoch)
     spans = cut(total, start, workers, batch_size)
@@ -108,6 +153,8 @@ def batches(
 
 def test_batches(dataset: Dataset[Any], *, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
     """This worker's share of a test set, (inputs, targets) at a time; all shares together hold each sample once."""
+    if isinstance(dataset, Stream):
+        return dataset.test_batches(worker, workers, batch_size)
     mine = range(worker, len(dataset), workers)  # type: ignore[arg-type]
     return _load(dataset, [list(mine[i : i + batch_size]) for i in range(0, len(mine), batch_size)])
 

@@ -26,7 +26,8 @@ class MetricsLog:
     sent (1 is dense), decision (which of the two levels was sent; -1 is dense, or no adaptive schedule), levels (the
     two CFs that were evaluated) and gains (the smoothed gain at each), skipped; bytes_sent (handed to collectives),
     bytes_dense (what plain Horovod would have handed over), bytes_received; and the `TIMES` in seconds. After a step
-    that was followed by an evaluation: accuracy and test_loss, over the test set, of all workers. null: not known.
+    that was followed by an evaluation: accuracy, test_loss and (of a text) perplexity, over the test set, of all
+    workers. null: not known.
 
     A resumed run goes on behind `after_step`: later lines, of steps that are done again, are removed.
 
@@ -96,6 +97,17 @@ class Totals:
         return asdict(self)
 
 
+def known_by(result: Row) -> str:
+    """The metric that an evaluation is known by: "perplexity" where there is one (lower is better), else "accuracy"."""
+    return "perplexity" if "perplexity" in result else "accuracy"
+
+
+def score_text(result: Row) -> str:
+    """ "accuracy 0.9972", "perplexity 85.31"."""
+    metric = known_by(result)
+    return f"{metric} {result[metric]:.{2 if metric == 'perplexity' else 4}f}"
+
+
 def _keep_lines(path: Path, up_to_step: int) -> None:
     if not path.exists():
         return
@@ -113,7 +125,7 @@ def _scalars(row: Row) -> list[tuple[str, float]]:
     """Tag and value of what TensorBoard shows."""
     tags = [(f"seconds/{name}", row[name]) for name in TIMES]
     tags += [(f"train/{name}", row[name]) for name in ("loss", "lr")]
-    tags += [(f"test/{name}", row.get(name)) for name in ("accuracy", "test_loss")]
+    tags += [(f"test/{name}", row.get(name)) for name in ("accuracy", "perplexity", "test_loss")]
     tags += [(f"compression/{name}", row[name]) for name in ("cf", "bytes_sent", "bytes_dense")]
     if row["gains"] is not None:
         tags += [("compression/gain_min", row["gains"][0]), ("compression/gain_candidate", row["gains"][1])]

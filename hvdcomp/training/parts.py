@@ -17,7 +17,8 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
 from hvdcomp.plugin import AUTO, automatic
 from hvdcomp.schedules import Schedule, Warmup
-from hvdcomp.training.data import DATASETS, Data, as_data, cut, test_batches
+from hvdcomp.training import text  # noqa: F401 - it registers its data sets
+from hvdcomp.training.data import DATASETS, Data, as_data, epoch_spans, test_batches
 from hvdcomp.training.models import MODELS
 from hvdcomp.training.registry import Entry, Registry
 
@@ -126,8 +127,8 @@ def _with_steps_each(config: RunConfig, workers: int) -> RunConfig:
         raise ConfigError(f"schedule: give steps_each or epochs_each, not both, got {given['steps_each']} and {epochs}")
     hint = "epochs for which each factor holds"
     epochs = _make("schedule", lambda: check_count("epochs_each", 1 if epochs is None else epochs, hint=hint), {})
-    samples = len(build_data(config).train)  # type: ignore[arg-type]
-    per_epoch = len(_make("data", lambda: cut(samples, 0, workers, config.data.batch_size), {}))
+    train = build_data(config).train
+    per_epoch = len(_make("data", lambda: epoch_spans(train, 0, workers, config.data.batch_size), {}))
     given["steps_each"] = epochs * per_epoch
     return RunConfig.model_validate(config.model_dump() | {"schedule": {"name": Warmup.name, **given}})
 
@@ -147,7 +148,7 @@ def _without_idle_schedule(config: RunConfig) -> RunConfig:
 
 def _check_fit(model: nn.Module, data: Data, config: RunConfig, workers: int) -> None:
     try:
-        cut(len(data.train), 0, workers, config.data.batch_size)  # type: ignore[arg-type]
+        epoch_spans(data.train, 0, workers, config.data.batch_size)
         inputs, targets = next(test_batches(data.test, worker=0, workers=1, batch_size=1))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             data.loss(model.eval()(inputs), targets)

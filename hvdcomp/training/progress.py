@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hvdcomp.training.metrics import PARTS, Row, Totals
+from hvdcomp.training.metrics import PARTS, Row, Totals, score_text
 
 PLAIN_LINES = 20
 """Lines that a run shows where there is no terminal."""
@@ -43,12 +43,12 @@ class Bar:
         columns = (BarColumn(bar_width=None), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
         self._progress = Progress(*columns, TextColumn("{task.description}"), console=console, expand=True)
         self._task: TaskID = self._progress.add_task("", total=total, completed=done)
-        self._accuracy: float | None = None
+        self._score: str | None = None
         self._progress.start()
 
     def update(self, row: Row, totals: Totals) -> None:
-        self._accuracy = row.get("accuracy", self._accuracy)
-        self._progress.update(self._task, completed=row["step"], description=figures(row, totals, self._accuracy))
+        self._score = score_text(row) if "accuracy" in row else self._score
+        self._progress.update(self._task, completed=row["step"], description=figures(row, totals, self._score))
 
     def close(self) -> None:
         self._progress.stop()
@@ -60,18 +60,18 @@ class Lines:
     def __init__(self, total: int, done: int, console: Console) -> None:
         self._total, self._console = total, console
         self._every = max(1, total // PLAIN_LINES)
-        self._accuracy: float | None = None
+        self._score: str | None = None
         self._last = (done, time.perf_counter())
 
     def update(self, row: Row, totals: Totals) -> None:
-        self._accuracy = row.get("accuracy", self._accuracy)
+        self._score = score_text(row) if "accuracy" in row else self._score
         step, (last_step, last_s) = row["step"], self._last
         if step % self._every and step != self._total:
             return
         now = time.perf_counter()
         speed = (step - last_step) / max(1e-9, now - last_s)
         self._last = (step, now)
-        text = f"step {step}/{self._total}  {figures(row, totals, self._accuracy)}  {speed:.0f} steps/s"
+        text = f"step {step}/{self._total}  {figures(row, totals, self._score)}  {speed:.0f} steps/s"
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -105,9 +105,9 @@ def make_console() -> Console:
     return Console(force_terminal=style == "bar", width=width)
 
 
-def figures(row: Row, totals: Totals, accuracy: float | None) -> str:
-    """Loss, accuracy, CF, gain and bytes saved, in one line."""
-    parts = [f"loss {row['loss']:.3f}", "accuracy -" if accuracy is None else f"accuracy {accuracy:.3f}"]
+def figures(row: Row, totals: Totals, score: str | None) -> str:
+    """Loss, the latest evaluation, CF, gain and bytes saved, in one line."""
+    parts = [f"loss {row['loss']:.3f}", *([] if score is None else [score])]
     parts.append("dense" if row["cf"] == 1 else f"CF {row['cf']:g}")
     if row["gains"] is not None:
         parts.append(f"gain {row['gains'][max(0, row['decision'])]:.2f}")
@@ -130,8 +130,10 @@ def show_summary(summary: Mapping[str, Any], console: Console) -> None:
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each row of the table."""
     sent, dense = summary["bytes_sent"], summary["bytes_dense"]
+    metric, _, score = score_text(summary).partition(" ")
+    units = "words" if metric == "perplexity" else "samples"
     rows = [
-        ("accuracy", f"{summary['accuracy']:.4f} on {summary['test_samples']} held-out samples"),
+        (metric, f"{score} on {summary['test_samples']} held-out {units}"),
         ("average CF", f"{summary['cf_mean']:.1f}"),
         ("bytes sent", f"{_size(sent)} of {_size(dense)} dense per worker ({sent / dense:.1%})" if dense else "none"),
         ("steps", f"{summary['steps']} in {summary['seconds']:.1f} s"),

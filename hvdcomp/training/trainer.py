@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from hvdcomp.config import ConfigError, RunConfig
 from hvdcomp.training import checkpoint, parts
 from hvdcomp.training.checkpoint import Latest
-from hvdcomp.training.data import Batch, batches, cut, test_batches
+from hvdcomp.training.data import IGNORED, Batch, batches, epoch_spans, test_batches
 from hvdcomp.training.gradients import GradientRecorder, recorded_steps
 from hvdcomp.training.lr import lr_factor
 from hvdcomp.training.metrics import MetricsLog, Totals
-from hvdcomp.training.models import digest, parameter_count
+from hvdcomp.training.models import begin_text, digest, evaluating, parameter_count
 from hvdcomp.training.progress import Display, make_console, make_display, show_summary
 from hvdcomp.training.run_folder import RunFolder
 from hvdcomp.training.telemetry import Telemetry
@@ -76,10 +77,10 @@ class Trainer:
         display = make_display(self.worker.index, self.total_steps, self.step, console)
         with closing(self.folder), closing(display), closing(self._open_log()) as metrics:
             began = time.perf_counter() - self.totals.seconds
-            accuracy = self._train(metrics, display, began)
+            result = self._train(metrics, display, began)
             self.totals.seconds = time.perf_counter() - began
             self.save()
-            summary = self._summary(accuracy)
+            summary = self._summary(result)
             if self.worker.index == 0:
                 checkpoint.write_atomically(self.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
         if self.worker.index == 0:
@@ -92,8 +93,10 @@ class Trainer:
         """Steps that the run has when it is done."""
         if self.config.steps is not None:
             return self.config.steps
-        per_epoch = len(cut(self.samples, 0, self.worker.count, self.config.data.batch_size))
-        rest = len(cut(self.samples, self.seen, self.worker.count, self.config.data.batch_size))
+        per_epoch, rest = (
+            len(epoch_spans(self.data.train, start, self.worker.count, self.config.data.batch_size))
+            for start in (0, self.seen)
+        )
         return self.step + rest + per_epoch * max(0, self.config.epochs - self.epoch - 1)
 
     def _train(self, metrics: Any, display: Display, began: float) -> dict[str, float]:
@@ -150,6 +153,8 @@ class Trainer:
         inputs, targets = (_to(part, self.worker.device) for part in (batch.inputs, batch.targets))
         self.telemetry.set_samples(batch.samples)
         self.totals.samples += batch.samples
+        if batch.first:
+            begin_text(self.model)
         self.optimizer.zero_grad()
         loss = self.data.loss(self.model(inputs), targets)
         with self.recorder.watching(self.step + 1):
@@ -177,20 +182,21 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Accuracy and mean loss on the test set, each worker taking its share of it; collective.
 
+        Of a text also the perplexity, and its accuracy is the share of words that were thought the likeliest.
         Where the model has batch norm, each worker uses the running statistics of its own batches.
         """
         import horovod.torch as hvd
 
         sums = torch.zeros(3, dtype=torch.float64)
-        self.model.eval()
-        with torch.no_grad():
+        with evaluating(self.model):
             for inputs, targets in self._test_batches():
                 outputs = self.model(inputs)
-                correct = (outputs.argmax(-1) == targets).double().mean()
-                sums += len(targets) * torch.tensor([1.0, float(self.data.loss(outputs, targets)), float(correct)])
-        self.model.train()
-        count, loss, correct_sum = hvd.allreduce(sums, op=hvd.Sum, name="hvdcomp.evaluation").tolist()
-        return {"accuracy": correct_sum / count, "test_loss": loss / count}
+                count = (targets != IGNORED).sum().item()
+                correct = (outputs.argmax(-1) == targets).sum().item()
+                sums += torch.tensor([count, count * float(self.data.loss(outputs, targets)), correct])
+        count, loss, correct = hvd.allreduce(sums, op=hvd.Sum, name="hvdcomp.evaluation").tolist()
+        result = {"accuracy": correct / count, "test_loss": loss / count}
+        return result | ({"perplexity": _exp(loss / count)} if self.data.metric == "perplexity" else {})
 
     def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         size = self.config.data.batch_size
@@ -308,6 +314,7 @@ class Trainer:
         totals, times = self.totals, self.totals.times
         return {
             **result,
+            "data_sha256": self.data.sha256,
             "test_samples": len(self.data.test),  # type: ignore[arg-type]
             "loss": self.last_loss,
             "cf_mean": totals.cf_mean,
@@ -339,6 +346,10 @@ class _NoLog:
 
     def close(self) -> None:
         pass
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
 
 
 def _due(step: int, every: int) -> bool:
