@@ -101,6 +101,14 @@ class LrScheduleConfig(_Section):
         return self
 
 
+class NetworkConfig(_Section):
+    bandwidth_mbit: float | None = Field(
+        None, gt=0, description="of every worker's link, Mbit/s; null: the real network, and times are measured"
+    )
+    latency_us: float = Field(50.0, ge=0, description="of one message")
+    compute_ms: float = Field(10.0, gt=0, description="forward and backward pass of a step")
+
+
 class RunConfig(_Section):
     """Everything that a run depends on besides the number of workers. Times are in steps unless said otherwise."""
 
@@ -119,6 +127,9 @@ class RunConfig(_Section):
     )
     never_slower: bool = Field(
         False, description="exchange dense for as long as that is measured to be faster; compression: auto has it on"
+    )
+    network: NetworkConfig = Field(
+        NetworkConfig(), description="a modelled network, whose times take the place of measured ones"
     )
     epochs: int = Field(10, ge=1, description="length of the run in passes over the training data")
     steps: int | None = Field(None, ge=1, description="length of the run in steps; overrides `epochs`; null: not given")

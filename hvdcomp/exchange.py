@@ -37,6 +37,8 @@ class StepRecord:
         bytes_received: what arrived: the other workers' payloads of an allgather or an alltoall, the ring's share of an
             allreduce.
         exchanges: collectives, decisions apart.
+        messages: that follow one another in them, one after the other: 2 (N - 1) in a ring allreduce of N workers.
+        elements: of gradients that each method compressed.
         encode_s: adding gradients to residuals, selecting, making payloads.
         decode_s: reading what arrived, writing the mean, keeping the residual.
         exchange_s: from the first collective's start to the last one's end.
@@ -55,6 +57,8 @@ class StepRecord:
     bytes_dense: int = 0
     bytes_received: int = 0
     exchanges: int = 0
+    messages: int = 0
+    elements: dict[str, int] = field(default_factory=dict)
     encode_s: float = 0.0
     decode_s: float = 0.0
     exchange_s: float = 0.0
@@ -66,9 +70,10 @@ class StepRecord:
         """What compression takes on this worker."""
         return self.encode_s + self.decode_s
 
-    def count(self, fused: Fused, received: int) -> None:
+    def count(self, fused: Fused, received: int, workers: int) -> None:
         """Book one collective."""
         self.exchanges += 1
+        self.messages += messages(fused, workers)
         self.bytes_sent += fused.buffer.numel() * fused.buffer.element_size()
         self.bytes_received += received
 
@@ -159,6 +164,13 @@ def bytes_received(fused: Fused, result: Tensor, worker: int, workers: int) -> i
         return sent
     share = sent * (workers - 1) // workers
     return 2 * share if fused.kind == "allreduce" else share
+
+
+def messages(fused: Fused, workers: int) -> int:
+    """How many messages follow one another: round a ring, and down a tree where one worker hands its buffer to all."""
+    if fused.kind == "broadcast":
+        return math.ceil(math.log2(workers))
+    return (workers - 1) * (2 if fused.kind == "allreduce" else 1)
 
 
 @dataclass
@@ -283,6 +295,9 @@ class Exchange:
                     flight.run.abort()
                 else:
                     flight.run.commit()
+        for flight in flights:
+            for method, numel in flight.run.compressed.items():
+                record.elements[method] = record.elements.get(method, 0) + numel
         if decision is None:
             record.cf = self._cf or record.bytes_dense / max(record.bytes_sent, 1)
         if self._ahead and self.levels is not None:
@@ -360,7 +375,8 @@ class Exchange:
         with self._timed("wait_s"):
             results = [wait() for wait in flight.waits]
         for fused, result in zip(flight.fused, results, strict=True):
-            self._record.count(fused, bytes_received(fused, result, self.transport.worker, self.transport.workers))
+            received = bytes_received(fused, result, self.transport.worker, self.transport.workers)
+            self._record.count(fused, received, self.transport.workers)
         with self._timed("decode_s"):
             flight.run.answer(flight.fused, results)
         self._launch(flight)

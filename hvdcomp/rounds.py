@@ -164,6 +164,15 @@ class BucketRun:
         low, high = method.estimated_squares(acc, [kept_elements(acc.numel(), cf) for cf in factors])
         return low, high
 
+    @property
+    def compressed(self) -> dict[str, int]:
+        """Elements that each method compresses in this step."""
+        sizes: dict[str, int] = {}
+        for part in self.parts:
+            if part.compressed and not self.context.dense:
+                sizes[part.compressor.name] = sizes.get(part.compressor.name, 0) + part.unit.numel
+        return sizes
+
     def decide(self, level: int) -> None:
         """Answer every unit that waits for the decision."""
         for number, request in list(self._waiting.items()):

@@ -124,7 +124,8 @@ def compare(
     if done:
         console.print(f"{done} of {len(chosen)} runs are finished already", highlight=False)
     code = _train_all(to_do, job, console)
-    report(comparison, [Ended(run.variant, run.config, run.summary()) for run in runs], console)
+    ended = [Ended(run.variant, run.config, run.summary()) for run in runs]
+    report(comparison, [run for run in ended if run.summary or (run.variant, run.seed) in chosen], console)
     return code
 
 

@@ -162,7 +162,8 @@ def cells(result: Result) -> tuple[str, ...]:
 
 def _facts(comparison: ComparisonConfig, runs: Sequence[Ended]) -> str:
     summary = next(run.summary for run in runs if run.summary)
-    samples, seeds = summary["test_samples"], ", ".join(map(str, comparison.seeds))
+    samples = summary["test_samples"]
+    seeds = ", ".join(map(str, sorted({run.seed for run in runs if run.summary})))
     held_out = f"{samples} held-out words"
     if known_by(summary) == "accuracy":
         held_out = f"{samples} held-out samples, so that one of them is {100 / samples:.2f} points"

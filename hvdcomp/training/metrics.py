@@ -25,9 +25,10 @@ class MetricsLog:
     A line holds, all of worker 0: step (from 1), epoch (from 0), loss (of its own part of the batch), lr; cf that was
     sent (1 is dense), decision (which of the two levels was sent; -1 is dense, or no adaptive schedule), levels (the
     two CFs that were evaluated) and gains (the smoothed gain at each), skipped; bytes_sent (handed to collectives),
-    bytes_dense (what plain Horovod would have handed over), bytes_received; and the `TIMES` in seconds. After a step
-    that was followed by an evaluation: accuracy, test_loss and (of a text) perplexity, over the test set, of all
-    workers. null: not known.
+    bytes_dense (what plain Horovod would have handed over), bytes_received, messages (of its collectives, one after the
+    other), elements (that each method compressed); and the `TIMES` in seconds, those of the modelled network if there
+    is one. After a step that was followed by an evaluation: accuracy, test_loss and (of a text) perplexity, over the
+    test set, of all workers. null: not known.
 
     A resumed run goes on behind `after_step`: later lines, of steps that are done again, are removed.
 

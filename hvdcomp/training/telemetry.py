@@ -24,6 +24,7 @@ class Telemetry:
         if record is None:
             dense = {"cf": 1.0, "decision": -1, "levels": None, "gains": None, "skipped": False}
             nbytes = dict.fromkeys(("bytes_sent", "bytes_dense"), self._dense_nbytes) | {"bytes_received": None}
+            nbytes |= {"messages": None, "elements": None}
             return dense | nbytes | {"compute_s": None} | dict.fromkeys(_ROUNDS) | {"iteration_s": iteration_s}
         times = {name: getattr(record, name) for name in _ROUNDS}
         return {
@@ -35,6 +36,8 @@ class Telemetry:
             "bytes_sent": record.bytes_sent,
             "bytes_dense": record.bytes_dense,
             "bytes_received": record.bytes_received,
+            "messages": record.messages,
+            "elements": record.elements,
             "compute_s": max(0.0, iteration_s - sum(times[name] for name in _EXCLUSIVE)),
             **times,
             "iteration_s": iteration_s,

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hvdcomp.training.data import IGNORED, Batch, batches, epoch_spans, test_bat
 from hvdcomp.training.gradients import GradientRecorder, recorded_steps
 from hvdcomp.training.lr import lr_factor
 from hvdcomp.training.metrics import MetricsLog, Totals
+from hvdcomp.training.modelled import ModelledClock, step_times
 from hvdcomp.training.models import begin_text, digest, evaluating, parameter_count
 from hvdcomp.training.progress import Display, make_console, make_display, show_summary
 from hvdcomp.training.run_folder import RunFolder
@@ -53,8 +54,11 @@ class Trainer:
         self.folder = RunFolder(Path(str(config.run_dir)).expanduser())
         self.data = parts.build_data(config)
         self.samples = len(self.data.train)  # type: ignore[arg-type]
+        self.clock = self._make_clock()
         self.model = parts.build_model(config).to(worker.device)
         self.optimizer = self._wrap(parts.build_optimizer(config.optimizer, self.model))
+        if isinstance(self.clock, ModelledClock):
+            self.clock.watch(self.optimizer)
         self.telemetry = Telemetry(self.optimizer)
         self.totals = Totals()
         self.step, self.epoch, self.seen = 0, 0, 0
@@ -67,7 +71,7 @@ class Trainer:
             self._restore(latest, on_world_change)
         self._broadcast_parameters()
         self.recorder = self._make_recorder()
-        self._began = time.perf_counter()
+        self._began = self.clock()
 
     # -- the run
 
@@ -101,7 +105,7 @@ class Trainer:
 
     def _train(self, metrics: Any, display: Display, began: float) -> dict[str, float]:
         total, result = self.total_steps, {}
-        self._began = time.perf_counter()
+        self._began = self.clock()
         for batch in self._batches(total):
             row = self._timed_step(batch, total)
             with self._untimed():
@@ -145,7 +149,7 @@ class Trainer:
             group["lr"] = lr
         self.last_loss = self._step(batch)
         self.step += 1
-        began, self._began = self._began, time.perf_counter()
+        began, self._began = self._began, self.clock()
         record = self.telemetry.step_record(self._began - began)
         return {"step": self.step, "epoch": self.epoch, "loss": self.last_loss, "lr": lr, **record}
 
@@ -165,10 +169,10 @@ class Trainer:
     @contextmanager
     def _untimed(self) -> Iterator[None]:
         """What happens inside is no part of an iteration's time, neither the metrics' nor the schedule's."""
-        began = time.perf_counter()
+        began = self.clock()
         with self.telemetry.untimed():
             yield
-        self._began += time.perf_counter() - began
+        self._began += self.clock() - began
 
     def _safeguard(self) -> None:
         self.recorder.save(self.step)
@@ -265,15 +269,23 @@ class Trainer:
 
     # -- set-up and end
 
+    def _make_clock(self) -> Callable[[], float]:
+        network = self.config.network
+        if network.bandwidth_mbit is None:
+            return time.perf_counter
+        return ModelledClock(network, self.worker.count, self.config.bucket_mb)
+
     def _wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         import hvdcomp
 
         config = self.config
+        schedule = parts.build_schedule(config)
+        schedule.clock = self.clock
         return hvdcomp.DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
             compression=parts.build_compressor(config),
-            schedule=parts.build_schedule(config),
+            schedule=schedule,
             granularity=config.granularity,
             bucket_mb=config.bucket_mb,
             exclude=config.exclude,
@@ -308,8 +320,16 @@ class Trainer:
 
         hvd.broadcast_parameters(dict(self.model.named_parameters()), root_rank=0)
 
+    def _dense_exchange_s(self) -> float:
+        """Seconds of a dense exchange, measured or modelled."""
+        numel, network = parameter_count(self.model), self.config.network
+        if network.bandwidth_mbit is None:
+            return dense_exchange_s(numel, self.worker.device)
+        dense = {"messages": 0, "elements": {}, "bytes_dense": 4 * numel}
+        return step_times(dense, network, self.worker.count, self.config.bucket_mb).wait_s
+
     def _summary(self, result: dict[str, float]) -> dict[str, Any]:
-        dense_s = dense_exchange_s(parameter_count(self.model), self.worker.device)
+        dense_s = self._dense_exchange_s()
         digests = _gather(digest(self.model))
         totals, times = self.totals, self.totals.times
         return {
