@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 INSTALL_REQUIRES = [
     "cffi>=1.15",  # Horovod's, at run time
     "cloudpickle>=3",  # Horovod's
+    "matplotlib>=3.8",
     "mpi4py>=4",
     "numba>=0.60",
     "numpy>=1.26",

@@ -1,0 +1,193 @@
+"""What a run's folder tells, finished or not: metrics.jsonl, config.yaml and summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hvdcomp.config import ConfigError
+from hvdcomp.report.plots import Array
+
+COLUMNS = (
+    *("step", "loss", "lr", "cf", "decision", "skipped", "bytes_sent", "bytes_dense", "bytes_received"),
+    *("compute_s", "compress_s", "encode_s", "decode_s", "exchange_s", "wait_s", "decide_s", "iteration_s"),
+    *("accuracy", "perplexity", "test_loss"),
+)
+"""Of a line of metrics.jsonl, what is kept of every step; NaN where a line does not know it."""
+
+PAIRS = ("levels", "gains")
+
+
+class Metrics:
+    """The lines of metrics.jsonl as columns; reads on where the file grows.
+
+    Attributes:
+        broken: lines that could not be read.
+        assigned: step and settings of each change that a schedule made to units ("switched" of a line).
+        layer_bytes: of the latest line that has them, {unit: [sent, dense]}.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns = {name: array("d") for name in (*COLUMNS, *(f"{pair}_{i}" for pair in PAIRS for i in (0, 1)))}
+        self._offset = 0
+        self.broken = 0
+        self.assigned: list[tuple[float, Mapping[str, Any]]] = []
+        self.layer_bytes: Mapping[str, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def update(self) -> int:
+        """Read what was added since the last call; a last line without an end is left for later. Returns the lines.
+
+        A file that became shorter, as of a run that was resumed from an earlier step, is read anew. Raises OSError.
+        """
+        before = len(self)
+        with self.path.open("rb") as lines:
+            if lines.seek(0, 2) < self._offset:
+                self._clear()
+                before = 0
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._add(line)
+        return len(self) - before
+
+    def column(self, name: str) -> Array:
+        """Values of all steps: one of `COLUMNS`, or levels_0, levels_1, gains_0, gains_1."""
+        return np.array(self._columns[name])
+
+    def last(self, name: str) -> float:
+        """The latest value, NaN where there is none."""
+        return next((value for value in reversed(self._columns[name]) if not math.isnan(value)), math.nan)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            step = float(row["step"])
+        except (ValueError, KeyError, TypeError):
+            self.broken += 1
+            return
+        for name in COLUMNS:
+            self._columns[name].append(_number(row.get(name)))
+        for pair in PAIRS:
+            low, high = row.get(pair) or (None, None)
+            self._columns[f"{pair}_0"].append(_number(low))
+            self._columns[f"{pair}_1"].append(_number(high))
+        if row.get("switched"):
+            self.assigned.append((step, row["switched"]))
+        self.layer_bytes = row.get("layer_bytes") or self.layer_bytes
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run.
+
+    Attributes:
+        config: as config.yaml holds it; empty where it cannot be read.
+        summary: None where the run is not finished.
+        notes: what is missing, for people.
+    """
+
+    folder: Path
+    metrics: Metrics
+    config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def score(self) -> str:
+        """The metric that the run is known by: "perplexity" (lower is better) or "accuracy"."""
+        return "perplexity" if math.isfinite(self.metrics.last("perplexity")) else "accuracy"
+
+    @property
+    def method(self) -> str:
+        """ "topk (cf=10), gravac": compression and schedule, as configured."""
+        compression, schedule = (_named(self.config.get(name)) for name in ("compression", "schedule"))
+        known = [part for part in (compression, schedule) if part]
+        return ", ".join(part for part in known if not part.startswith("static")) or "not known"
+
+    @property
+    def is_dense(self) -> bool:
+        """A run of plain Horovod, or one that compressed nothing."""
+        return bool(np.nanmax(self.metrics.column("cf"), initial=1.0) <= 1.0)
+
+    def steps_at(self) -> dict[float, int]:
+        """Steps that were sent at each CF, which is rounded to four digits."""
+        cf = self.metrics.column("cf")
+        values, counts = np.unique(cf[np.isfinite(cf)], return_counts=True)
+        found: Counter[float] = Counter()
+        for value, count in zip(values, counts, strict=True):
+            found[max(1.0, float(f"{value:.4g}"))] += int(count)
+        return dict(found)
+
+
+def load_trace(folder: Path) -> Trace:
+    """Read a run's folder; of one that was interrupted what is there.
+
+    Raises ConfigError when there is nothing to show.
+    """
+    path = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no run: there is no such folder (give the run_dir of an `hvdcomp train`)")
+    if not path.exists():
+        raise ConfigError(f"{folder} is no run: it holds no metrics.jsonl{_runs_inside(folder)}")
+    metrics = Metrics(path)
+    try:
+        metrics.update()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if not len(metrics):
+        raise ConfigError(f"{path} holds no step yet, so there is nothing to show")
+    notes = [f"{metrics.broken} lines of metrics.jsonl are broken and left out"] if metrics.broken else []
+    config, summary = _mapping(folder / "config.yaml", notes), _mapping(folder / "summary.json", notes)
+    if not summary:
+        notes.append(f"not finished: step {metrics.last('step'):.0f} is the last that was written")
+    return Trace(folder, metrics, config or {}, summary, tuple(notes))
+
+
+def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    """A file's content, YAML or JSON, None where there is none."""
+    if not path.exists():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, Mapping):
+        notes.append(f"{path.name} cannot be read")
+        return None
+    return found
+
+
+def _runs_inside(folder: Path) -> str:
+    inside: Iterator[Path] = (path.parent for path in sorted(folder.rglob("metrics.jsonl")))
+    names = [str(path) for _, path in zip(range(4), inside, strict=False)]
+    return f"; runs are in it, such as {', '.join(names)}" if names else ""
+
+
+def _named(section: Any) -> str:
+    if not isinstance(section, Mapping):
+        return "" if section is None else str(section)
+    parameters = ", ".join(f"{key}={value}" for key, value in section.items() if key != "name")
+    return f"{section.get('name', '')} ({parameters})" if parameters else str(section.get("name", ""))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
