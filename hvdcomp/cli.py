@@ -309,13 +309,19 @@ def _schedules() -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
+    import torch
+
     from hvdcomp.training.models import MODELS, parameter_count
+
+    def build(factory: Callable[..., torch.nn.Module]) -> torch.nn.Module:
+        with torch.device("meta"):  # without memory
+            return factory()
 
     return [
         {
             "name": entry.name,
             "dataset": entry.dataset,
-            "parameters": parameter_count(entry.factory()),
+            "parameters": parameter_count(build(entry.factory)),
             "arguments": _plain(entry.parameters),
             "summary": entry.summary,
         }

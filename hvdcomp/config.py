@@ -47,7 +47,9 @@ class _Choice(_Section):
 
 class ModelChoice(_Choice):
     name: str = Field(
-        "cnn", description="a model of `hvdcomp list models`, or package.module:factory of a function that returns one"
+        "cnn",
+        description="a model of `hvdcomp list models`, timm:NAME or torchvision:NAME where those are installed, or "
+        "package.module:factory of a function that returns one",
     )
 
 

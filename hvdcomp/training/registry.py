@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -58,15 +59,34 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
+        self._sources: dict[str, Callable[[str], Callable[..., T]]] = {}
 
-    def register(self, name: str, dataset: str | None = None) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Decorator: put a function or class under `name`. Raises ValueError when the name is taken."""
+    def register(
+        self, name: str, dataset: str | None = None, **defaults: Any
+    ) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Decorator: put a function or class under `name`, with other `defaults` than its own where given.
+
+        Raises ValueError when the name is taken.
+        """
 
         def add(factory: Callable[..., T]) -> Callable[..., T]:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
-            self._entries[name] = Entry(name, factory, dataset)
+            named: Callable[..., T] = factory
+            if defaults:
+                named = functools.partial(factory, **defaults)
+                named.__doc__ = factory.__doc__
+            self._entries[name] = Entry(name, named, dataset)
             return factory
+
+        return add
+
+    def source(self, prefix: str) -> Callable[[Callable[[str], Callable[..., T]]], Callable[[str], Callable[..., T]]]:
+        """Decorator: let a function make the factories of all names `prefix:REST`; it is given REST."""
+
+        def add(find: Callable[[str], Callable[..., T]]) -> Callable[[str], Callable[..., T]]:
+            self._sources[prefix] = find
+            return find
 
         return add
 
@@ -74,8 +94,11 @@ class Registry(Generic[T]):
         return iter(self._entries.values())
 
     def find(self, name: str) -> Entry[T]:
-        """The entry of that name, or of a `package.module:factory`. Raises ConfigError when there is none."""
-        if ":" in name:
+        """The entry of that name, of a `source`, or of a `package.module:factory`. Raises ConfigError without one."""
+        prefix, colon, rest = name.partition(":")
+        if prefix in self._sources and colon:
+            return Entry(name, self._sources[prefix](rest))
+        if colon:
             return Entry(name, self._import(name))
         if name not in self._entries:
             hint = did_you_mean(name, self._entries)
