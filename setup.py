@@ -15,6 +15,7 @@ INSTALL_REQUIRES = [
     "PyYAML>=6",
     "rich>=13",
     "scikit-learn>=1.4",
+    "scipy>=1.11",
     "setuptools>=68",  # Horovod's
     "tensorboard>=2.16",
     "torch>=2.2",

@@ -7,6 +7,7 @@ the bound. Every block's count fits, whatever the support: the width of the coun
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ def encode(positions: Tensor, numel: int) -> BlockCode:
         positions: (k,) ascending, unique, in [0, numel), k >= 1.
         numel: length of the dense vector.
     """
-    smallest = max(0, min(MAX_BLOCK_LOG2, (numel // positions.numel()).bit_length() - 1))
+    smallest = _smallest_block_log2(numel, positions.numel())
     counts = count_blocks(positions, smallest, _blocks(numel, smallest))
     options = []
     for block_log2 in range(smallest, min(smallest + _WIDTHS_TRIED, MAX_BLOCK_LOG2 + 1)):
@@ -75,6 +76,34 @@ def decode(code: BlockCode, count: int, numel: int) -> Tensor:
 def data_nbytes(numel: int, count: int, block_log2: int, count_bits: int) -> int:
     """Bytes of :attr:`BlockCode.data`."""
     return packed_nbytes(_blocks(numel, block_log2), count_bits) + packed_nbytes(count, block_log2)
+
+
+def expected_nbytes(numel: int, count: int) -> int:
+    """About the bytes of :attr:`BlockCode.data` for ``count`` positions at random; a support that clumps takes more."""
+    if count == 0:
+        return 0
+    smallest = _smallest_block_log2(numel, count)
+    options = []
+    for block_log2 in range(smallest, min(smallest + _WIDTHS_TRIED, MAX_BLOCK_LOG2 + 1)):
+        blocks = _blocks(numel, block_log2)
+        largest = min(_likely_largest(count / blocks, blocks), count, 1 << block_log2)
+        options.append(data_nbytes(numel, count, block_log2, largest.bit_length()))
+    return min(options)
+
+
+def _likely_largest(mean: float, blocks: int) -> int:
+    """The number that less than half of so many Poisson distributed counts are expected to exceed."""
+    number, share = 0, math.exp(-mean)
+    exceeded = 1 - share
+    while blocks * exceeded >= 0.5:
+        number += 1
+        share *= mean / number
+        exceeded -= share
+    return number
+
+
+def _smallest_block_log2(numel: int, count: int) -> int:
+    return max(0, min(MAX_BLOCK_LOG2, (numel // count).bit_length() - 1))
 
 
 def _halved(counts: Tensor) -> Tensor:

@@ -54,6 +54,13 @@ def largest_sparse_nbytes(count: int, values: str = "fp32") -> int:
     return HEADER_NBYTES + _aligned(count * itemsize) + 4 * count
 
 
+def expected_sparse_nbytes(count: int, numel: int, values: str = "fp32") -> int:
+    """About the bytes of a payload with ``count`` values of ``numel`` float32 elements, at random positions."""
+    itemsize = 0 if values == MEAN else VALUE_TYPES[values].itemsize
+    index_nbytes = min(4 * count, indices.expected_nbytes(numel, count))
+    return HEADER_NBYTES + _aligned(count * itemsize) + index_nbytes
+
+
 def check_indexable(numel: int) -> None:
     """Raise a ValueError where a vector is too long for int32 indices."""
     if numel > MAX_INDEX:
@@ -167,8 +174,7 @@ class Frame:
 def encode_frame(payloads: Sequence[Tensor], finite: bool) -> Tensor:
     """The uint8 buffer that one worker hands to an allgather; ``finite`` is False where it met a NaN or an Inf."""
     lengths = [payload.numel() for payload in payloads]
-    start = _frame_start(len(lengths))
-    total = start + sum(map(_aligned, lengths))
+    start, total = _frame_start(len(lengths)), frame_nbytes(lengths)
     flags = 0 if finite else _NON_FINITE
     head = _FRAME.pack(_FRAME_MAGIC, VERSION, flags, len(lengths), total, 0) + struct.pack(
         f"<{len(lengths)}I", *lengths
@@ -184,6 +190,11 @@ def encode_frame(payloads: Sequence[Tensor], finite: bool) -> Tensor:
     words = frame.view(torch.int64)
     words[_CHECKSUM_WORD] = checksum(words, _CHECKSUM_WORD)
     return frame
+
+
+def frame_nbytes(lengths: Sequence[int]) -> int:
+    """Bytes of the frame that holds payloads of these lengths."""
+    return _frame_start(len(lengths)) + sum(map(_aligned, lengths))
 
 
 def decode_frames(buffer: Tensor, workers: int, payloads: int) -> list[Frame]:
@@ -213,7 +224,7 @@ def _decode_frame(buffer: Tensor, worker: int, payloads: int) -> tuple[Frame, in
     if count != payloads:
         raise WireError(f"worker {worker} sent {count} payloads, expected {payloads}: the ranks' buckets differ")
     lengths = struct.unpack_from(f"<{count}I", head, _FRAME.size)
-    if total != start + sum(map(_aligned, lengths)) or total > buffer.numel():
+    if total != frame_nbytes(lengths) or total > buffer.numel():
         raise WireError(f"worker {worker}: a frame of {total} bytes does not fit its payloads or the buffer")
     if expected != checksum(buffer[:total].view(torch.int64), _CHECKSUM_WORD):
         raise WireError(f"worker {worker}: the checksum of a frame of {total} bytes is wrong")

@@ -25,6 +25,7 @@ from hvdcomp.wire import (
     decode_sparse,
     encode_frame,
     encode_sparse,
+    expected_sparse_nbytes,
     largest_sparse_nbytes,
 )
 
@@ -359,3 +360,14 @@ def test_row_numbers_are_checked(row: int) -> None:
     payload = as_payload(struct.pack("<Qqf", 1, row, 1.0))
     with pytest.raises(WireError, match="outside"):
         decode_rows(payload, 4, 1, torch.float32)
+
+
+@pytest.mark.parametrize("numel", [1000, 36_864, 1_000_000])
+@pytest.mark.parametrize("density", [0.5, 0.1, 0.01, 0.001])
+@pytest.mark.parametrize("values", ["fp32", "int8"])
+def test_the_expected_size_of_a_random_support_is_within_three_percent(numel, density, values):
+    count = max(1, int(numel * density))
+    positions = torch.randperm(numel, generator=torch.Generator().manual_seed(numel))[:count].sort().values
+    sent = encode_sparse(positions, torch.ones(count), numel, values).numel()
+    expected = expected_sparse_nbytes(count, numel, values)
+    assert abs(expected - sent) <= 0.03 * sent

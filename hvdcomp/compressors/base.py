@@ -58,6 +58,10 @@ class Compressor(ABC):
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
         """What :meth:`rounds` asks for with a float32 tensor of this shape, without running it."""
 
+    def expected_requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
+        """About what :meth:`rounds` asks for, where :meth:`requests` is a bound."""
+        return self.requests(shape, workers)
+
     def wanted(self, unit: Unit) -> int:
         """How many of the largest elements of residual + gradient :meth:`rounds` will ask for; 0 if none.
 

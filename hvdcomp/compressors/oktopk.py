@@ -22,6 +22,7 @@ from hvdcomp.wire import (
     check_indexable,
     decode_sparse,
     encode_sparse,
+    expected_sparse_nbytes,
     largest_sparse_nbytes,
 )
 
@@ -84,6 +85,10 @@ class OkTopK(Sparsifier):
             Volume(0, "alltoall", first),
             Volume(1, "allgather", largest_sparse_nbytes(_share(kept, workers), self.values)),
         ]
+
+    def expected_sparse_requests(self, kept: int, numel: int, workers: int) -> list[Volume]:
+        share = expected_sparse_nbytes(_share(kept, workers), _share(numel, workers), self.values)
+        return [Volume(0, "alltoall", workers * share), Volume(1, "allgather", share)]
 
     def _encoded(self, part: Collected, deal: Deal) -> Tensor:
         return encode_sparse(part.positions, part.values, deal.groups, self.values)

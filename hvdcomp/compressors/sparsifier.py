@@ -14,7 +14,7 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.requests import Allgather, Decide, Request, Rounds, Sparse, Unit, Volume
 from hvdcomp.kernels import Collected, Moments, Tail, among, largest, moments, squared_norm, squares_of_largest, tail
-from hvdcomp.wire import VALUE_TYPES, decode_sparse, encode_sparse, largest_sparse_nbytes
+from hvdcomp.wire import VALUE_TYPES, decode_sparse, encode_sparse, expected_sparse_nbytes, largest_sparse_nbytes
 
 _ROUNDING = 1e-12
 """Lets a quotient that is whole on paper (1000 / 2.5 elements) survive its floating point."""
@@ -95,6 +95,10 @@ class Sparsifier(Compressor):
     def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         """What :meth:`send` asks for with ``kept`` float32 elements."""
 
+    def expected_sparse_requests(self, kept: int, numel: int, workers: int) -> list[Volume]:
+        """The same of ``numel`` elements, where positions take less than their bound."""
+        return self.sparse_requests(kept, workers)
+
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         if unit.levels is not None:
             return (yield from self._decided_rounds(acc, unit, unit.levels))
@@ -109,6 +113,12 @@ class Sparsifier(Compressor):
         if self.cf == 1 or numel == 0:
             return [Volume(0, "allreduce", 4 * numel)]
         return self.sparse_requests(kept_elements(numel, self.cf), workers)
+
+    def expected_requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
+        numel = torch.Size(shape).numel()
+        if self.cf == 1 or numel == 0:
+            return self.requests(shape, workers)
+        return self.expected_sparse_requests(kept_elements(numel, self.cf), numel, workers)
 
     def _decided_rounds(self, acc: Tensor, unit: Unit, levels: tuple[float, float]) -> Rounds:
         kept = yield from self._choose(acc, unit, levels)
@@ -159,6 +169,9 @@ class GatheredSparsifier(Sparsifier):
 
     def sparse_requests(self, kept: int, workers: int) -> list[Volume]:
         return [Volume(0, "allgather", largest_sparse_nbytes(self.most(kept), self.wire_type))]
+
+    def expected_sparse_requests(self, kept: int, numel: int, workers: int) -> list[Volume]:
+        return [Volume(0, "allgather", expected_sparse_nbytes(kept, numel, self.wire_type))]
 
     @property
     def wire_type(self) -> str:

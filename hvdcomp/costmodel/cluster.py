@@ -1,0 +1,130 @@
+"""What a cluster is to the model: its links, its workers, and what Horovod costs beside them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hvdcomp.checks import check_count, check_number
+from hvdcomp.costmodel.collectives import Network, collective_s
+
+CYCLE_S = 1e-3
+"""Horovod looks for new operations once in so many seconds (``HOROVOD_CYCLE_TIME``)."""
+FUSION_NBYTES = 128 * 2**20
+"""Operations of one cycle travel together up to so many bytes (``HOROVOD_FUSION_THRESHOLD``)."""
+TENSOR_S = 50e-6
+"""A worker's work for an operation: a hook, Python, Horovod's queues."""
+MEMORY_BANDWIDTH = 10e9
+"""Bytes/s of a copy, read or written: a fusion buffer is filled and emptied."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured seconds of a collective by its bytes, in a world of so many workers.
+
+    Between points it is linear; below the first the first's time, beyond the last the last two points' line goes on.
+    """
+
+    workers: int
+    nbytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers, 2, hint="in whose world the curve was measured")
+        if len(self.nbytes) < 2 or len(self.nbytes) != len(self.seconds):
+            raise ValueError(
+                f"a curve needs two points or more, got {len(self.nbytes)} sizes, {len(self.seconds)} times"
+            )
+        if list(self.nbytes) != sorted(set(self.nbytes)) or not all(s > 0 for s in self.seconds):
+            raise ValueError("a curve's sizes must ascend and its times be > 0")
+
+    def at(self, nbytes: float) -> float:
+        """Seconds of so many bytes."""
+        if nbytes <= self.nbytes[0]:
+            return self.seconds[0]
+        right = min(bisect_left(self.nbytes, nbytes), len(self.nbytes) - 1)
+        (x0, y0), (x1, y1) = ((self.nbytes[i], self.seconds[i]) for i in (right - 1, right))
+        slope = max(0.0, y1 - y0) / (x1 - x0)
+        return y0 + slope * (nbytes - x0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Workers and what joins them.
+
+    Attributes:
+        workers: all of them, >= 1.
+        network: a worker's link, or a node's where several workers share one.
+        curves: what was measured, by kind of collective; where there is a curve, a formula only converts it to another
+            number of workers. It holds the latencies, but not the wait for Horovod's cycle.
+        gamma: by how much communication slows down a backward pass, >= 1.
+        cycle_s: of Horovod's cycle.
+        tensor_s: a worker's work for one operation.
+        memory_bandwidth: bytes/s of a copy.
+        per_node: workers of a node.
+        inside: the link between the workers of a node.
+    """
+
+    workers: int
+    network: Network
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    gamma: float = 1.04
+    cycle_s: float = CYCLE_S
+    tensor_s: float = TENSOR_S
+    memory_bandwidth: float = MEMORY_BANDWIDTH
+    per_node: int = 1
+    inside: Network | None = None
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers, hint="all workers of the job")
+        check_count("workers of a node", self.per_node, hint="1 where each has a link of its own")
+        check_number("gamma", self.gamma, 1, hint="slow-down of a backward pass by communication; 1.04 to 1.1 on GPUs")
+        check_number("cycle_s", self.cycle_s, 0, hint="seconds; HOROVOD_CYCLE_TIME / 1000")
+        if self.workers % self.per_node:
+            raise ValueError(f"{self.workers} workers cannot be {self.per_node} on every node: give a multiple")
+
+    @property
+    def nodes(self) -> int:
+        return self.workers // self.per_node
+
+    def between(self) -> Cluster:
+        """One worker of each node."""
+        return replace(self, workers=self.nodes, per_node=1)
+
+    def within(self) -> Cluster:
+        """The workers of one node."""
+        return replace(self, workers=self.per_node, network=self.inside or self.network, curves={}, per_node=1)
+
+    def collective_s(self, kind: str, nbytes: float) -> float:
+        """Seconds of a collective between all workers, its wait for a cycle apart."""
+        by_formula = collective_s(kind, nbytes, self.workers, self.network)
+        curve = self.curves.get(kind)
+        if curve is None or self.workers == 1:
+            return by_formula
+        measured = curve.at(nbytes)
+        if curve.workers == self.workers:
+            return measured
+        return measured * by_formula / collective_s(kind, nbytes, curve.workers, self.network)
+
+
+def fit(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Intercept (s) and slope (s/byte), neither below zero, of a line whose relative errors are the least."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    sizes, times = np.asarray(nbytes, float), np.asarray(seconds, float)
+    scale = sizes.max()
+    (intercept, slope), _ = nnls(np.stack([1 / times, sizes / scale / times], axis=1), np.ones(len(times)))
+    return float(intercept), float(slope / scale)
+
+
+def network_of(kind: str, workers: int, intercept_s: float, slope_s: float) -> Network:
+    """The network on which a collective's formula is this line; the inverse of the formula in both of its terms.
+
+    The paper divides an allreduce's intercept by p - 1 but charges it 2 (p - 1) times; here both are 2 (p - 1).
+    """
+    messages = collective_s(kind, 0, workers, Network(1.0, 1.0))
+    bits = collective_s(kind, 1, workers, Network(1.0, 0.0))
+    return Network(bits / slope_s if slope_s > 0 else math.inf, intercept_s / messages)

@@ -1,0 +1,81 @@
+"""Horovod's background thread: operations wait for a cycle, are fused, and run one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdcomp.costmodel.cluster import FUSION_NBYTES, Cluster
+
+FUSED = ("allreduce", "allgather")
+"""Kinds of which several travel as one."""
+
+
+@dataclass
+class Pending:
+    """An operation under way."""
+
+    ready_s: float
+    cluster: Cluster
+    kind: str
+    nbytes: int
+    done_s: float | None = None
+
+
+class Engine:
+    """Says when operations end that are handed over at given times.
+
+    Args:
+        cycle_s: operations are looked for once in so long; an idle engine finds one after half of it.
+        memory_bandwidth: of copies into and out of a fusion buffer, bytes/s.
+    """
+
+    def __init__(self, cycle_s: float, memory_bandwidth: float) -> None:
+        self._cycle_s = cycle_s
+        self._copy_s = 2 / memory_bandwidth
+        self._queue: list[Pending] = []
+        self._free_s = 0.0
+
+    def submit(self, ready_s: float, cluster: Cluster, kind: str, nbytes: int) -> Pending:
+        """Hand over an operation between the workers of a cluster; times must not descend."""
+        pending = Pending(ready_s, cluster, kind, nbytes)
+        self._queue.append(pending)
+        return pending
+
+    def end_of(self, pending: Pending) -> float:
+        """When it ends. Operations that are handed over later must be so after that, or after its start."""
+        while pending.done_s is None:
+            self._run_cycle()
+        return pending.done_s
+
+    def _run_cycle(self) -> None:
+        began_s = max(self._free_s, self._queue[0].ready_s + self._cycle_s / 2)
+        batch = [pending for pending in self._queue if pending.ready_s <= began_s]
+        self._queue = self._queue[len(batch) :]
+        while batch:
+            together = _fusible(batch)
+            began_s = self._run(together, began_s)
+            batch = [pending for pending in batch if pending.done_s is None]
+        self._free_s = began_s
+
+    def _run(self, together: list[Pending], began_s: float) -> float:
+        first = together[0]
+        nbytes = sum(pending.nbytes for pending in together)
+        copied_s = self._copy_s * nbytes if len(together) > 1 else 0.0
+        done_s = began_s + copied_s + first.cluster.collective_s(first.kind, nbytes)
+        for pending in together:
+            pending.done_s = done_s
+        return done_s
+
+
+def _fusible(batch: list[Pending]) -> list[Pending]:
+    """The first of a batch, and those that travel with it."""
+    first = batch[0]
+    if first.kind not in FUSED:
+        return [first]
+    together, nbytes = [first], first.nbytes
+    for pending in batch[1:]:
+        alike = pending.kind == first.kind and pending.cluster is first.cluster
+        if alike and nbytes + pending.nbytes <= FUSION_NBYTES:
+            together.append(pending)
+            nbytes += pending.nbytes
+    return together
