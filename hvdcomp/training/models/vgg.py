@@ -31,11 +31,10 @@ def vgg(
     channels = 3
     for count, width in zip(convolutions, WIDTHS, strict=True):
         for _ in range(count):
-            features += [
-                nn.Conv2d(channels, width, 3, padding=1),
-                *([nn.BatchNorm2d(width)] if norm else []),
-                nn.ReLU(),
-            ]
+            convolution = nn.Conv2d(channels, width, 3, padding=1)
+            # PyTorch's own default loses the signal in 16 layers without norm.
+            nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+            features += [convolution, *([nn.BatchNorm2d(width)] if norm else []), nn.ReLU()]
             channels = width
         features.append(nn.MaxPool2d(2))
     classifier: list[nn.Module] = []
@@ -45,12 +44,7 @@ def vgg(
     classifier.append(nn.Linear(widths[-1], classes))
     flat = [nn.AdaptiveAvgPool2d(pool), nn.Flatten()]
     parts = {"features": features, "pool": flat, "classifier": classifier}
-    model = nn.Sequential(OrderedDict((name, nn.Sequential(*modules)) for name, modules in parts.items()))
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):  # PyTorch's own default loses the signal in 16 layers without norm
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            nn.init.zeros_(module.bias)
-    return model
+    return nn.Sequential(OrderedDict((name, nn.Sequential(*modules)) for name, modules in parts.items()))
 
 
 @MODELS.register("vgg16bn-cifar10", dataset="cifar10")
