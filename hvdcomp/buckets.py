@@ -94,9 +94,14 @@ class Bucket:
     index: int
     parts: list[Part] = field(default_factory=list)
 
-    @property
+    @cached_property
     def members(self) -> list[Spec]:
         return [member for part in self.parts for member in part.members]
+
+    @cached_property
+    def plain(self) -> bool:
+        """Horovod's allreduce takes each of its gradients as it is."""
+        return not any(part.sparse or part.dtype == torch.bfloat16 for part in self.dense_parts)
 
     @property
     def holds(self) -> bool:

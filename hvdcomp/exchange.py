@@ -7,14 +7,16 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hvdcomp.buckets import Bucket
+from hvdcomp.buckets import Bucket, Spec
 from hvdcomp.coordinator import Coordinator, Referee
 from hvdcomp.errors import ReplicaError
+from hvdcomp.plain import PlainMeans
 from hvdcomp.rounds import BucketRun, Context, Fused, Gradients
 from hvdcomp.schedules.base import Decision, Statistics
 
@@ -116,7 +118,7 @@ class HorovodTransport:
 
     def start(self, fused: Fused, name: str) -> Callable[[], Tensor]:
         if fused.kind == "allreduce":
-            return self._wait(self._allreduce(fused, name))
+            return partial(self._hvd.synchronize, self._allreduce(fused, name))
         if fused.kind == "allgather":
             return self._wait(self._hvd.allgather_async(fused.buffer, name=name, process_set=self._process_set))
         if fused.root is not None:
@@ -136,14 +138,21 @@ class HorovodTransport:
         return [json.loads(part.numpy().tobytes()) for part in gathered.split(lengths)]
 
     def _allreduce(self, fused: Fused, name: str) -> int:
-        operation = self._hvd.allreduce_async_ if fused.owned else self._hvd.allreduce_async
-        scaling: dict[str, Any]
+        hvd = self._hvd
+        operation = hvd.allreduce_async_ if fused.owned else hvd.allreduce_async
         if fused.buffer.dtype == torch.float16:  # divided before the sum, which would overflow at 65504
-            scaling = {"op": self._hvd.Sum, "prescale_factor": 1 / self.workers}
+            op, before, after = hvd.Sum, 1 / self.workers, 1.0
         else:
-            factor = self._predivide_factor
-            scaling = {"op": self._hvd.Average, "prescale_factor": 1 / factor, "postscale_factor": factor}
-        return int(operation(fused.buffer, name=name, process_set=self._process_set, **scaling))
+            op, before, after = hvd.Average, 1 / self._predivide_factor, self._predivide_factor
+        handle = operation(
+            fused.buffer,
+            name=name,
+            op=op,
+            prescale_factor=before,
+            postscale_factor=after,
+            process_set=self._process_set,
+        )
+        return int(handle)
 
     def _wait(self, handle: int) -> Callable[[], Tensor]:
         def wait() -> Tensor:
@@ -219,6 +228,10 @@ class Exchange:
         self._check_finite = check_finite
         self._cf_at = cf_at
         self._flights: dict[int, _Flight] = {}
+        self._plain = PlainMeans(transport.start, f"{label}.plain", transport.workers)
+        self._are_plain: dict[int, bool] = {}
+        """By a bucket's index, for this step."""
+        self._summed = False
         self._record = StepRecord(0)
         self._first_start: float | None = None
         self.sending = self.levels[0] if self.levels is not None else None
@@ -251,7 +264,14 @@ class Exchange:
     @property
     def under_way(self) -> bool:
         """Some bucket has been started since the last :meth:`finish`."""
-        return bool(self._flights)
+        return bool(self._flights) or bool(self._plain)
+
+    def is_plain(self, bucket: Bucket) -> bool:
+        """In this step a bucket's tensors are to be averaged and no more: :meth:`start_plain` takes them one by one."""
+        if bucket.index not in self._are_plain:
+            uncompressed = not (self._check_finite or any(part.compressed for part in bucket.parts))
+            self._are_plain[bucket.index] = bucket.plain and not bucket.holds and (self._dense or uncompressed)
+        return self._are_plain[bucket.index]
 
     def start(self, bucket: Bucket, gradients: Gradients, *, scale: float = 1.0, summed: bool = False) -> None:
         """Begin a bucket's exchange without waiting for anybody.
@@ -260,10 +280,7 @@ class Exchange:
             scale: loss scale of the gradients (a power of two).
             summed: the sum over workers is wanted, not the mean.
         """
-        if not self._flights:
-            self._record = StepRecord(self.step, levels=self.levels, fell_back=self._dense)
-            self._first_start = None
-            self._shares.clear()
+        self._begin()
         context = Context(
             self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
             self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
@@ -278,6 +295,19 @@ class Exchange:
         if not self._decided:
             self._launch(flight)
 
+    def start_plain(self, spec: Spec, gradients: Gradients, *, summed: bool = False) -> None:
+        """Begin the mean of one tensor of a plain bucket, unless it is under way; arguments as of :meth:`start`."""
+        if spec.name not in self._plain:
+            self._begin()
+            self._summed = summed
+            self._plain.start(spec, gradients)
+
+    def _begin(self) -> None:
+        if not self.under_way:
+            self._record = StepRecord(self.step, levels=self.levels, fell_back=self._dense)
+            self._first_start = None
+            self._shares.clear()
+
     def finish(self) -> StepRecord:
         """Complete the exchange of all buckets that were started, and commit it or, on every worker alike, skip it."""
         record = self._record
@@ -288,6 +318,7 @@ class Exchange:
             record.skipped = True
         else:
             self._run_all(flights, decision)
+            self._finish_plain()
             record.skipped = not all(flight.run.settled() for flight in flights)
         with self._timed("decode_s"):
             for flight in flights:
@@ -304,6 +335,7 @@ class Exchange:
             record.gains = self._gains
             record.level = self.levels.index(record.cf) if record.cf in self.levels else -1
         self._flights.clear()
+        self._are_plain.clear()
         self.step += 1
         return record
 
@@ -337,6 +369,8 @@ class Exchange:
         for flight in self._flights.values():
             flight.run.abort()
         self._flights.clear()
+        self._plain.drop()
+        self._are_plain.clear()
 
     def _decide(self) -> Decision | None:
         if self.coordinator is None or not self._decided:
@@ -360,6 +394,14 @@ class Exchange:
         if self._first_start is not None:
             self._record.exchange_s = self.clock() - self._first_start
 
+    def _finish_plain(self) -> None:
+        with self._timed("wait_s"):
+            self._plain.finish(summed=self._summed, count=self._count)
+
+    def _count(self, fused: Fused, result: Tensor) -> None:
+        received = bytes_received(fused, result, self.transport.worker, self.transport.workers)
+        self._record.count(fused, received, self.transport.workers)
+
     def _launch(self, flight: _Flight) -> None:
         with self._timed("encode_s"):
             flight.fused = flight.run.fuse()
@@ -375,8 +417,7 @@ class Exchange:
         with self._timed("wait_s"):
             results = [wait() for wait in flight.waits]
         for fused, result in zip(flight.fused, results, strict=True):
-            received = bytes_received(fused, result, self.transport.worker, self.transport.workers)
-            self._record.count(fused, received, self.transport.workers)
+            self._count(fused, result)
         with self._timed("decode_s"):
             flight.run.answer(flight.fused, results)
         self._launch(flight)

@@ -218,7 +218,8 @@ class _Distributed(torch.optim.Optimizer):
         if layout.compressor.takes_momentum:
             _check_momentum(layout.compressor, self.param_groups)
         self._parameters: dict[str, Tensor] = {}
-        self._bucket_of: dict[str, Bucket] = {}
+        self._gradients = _ParameterGradients(self._parameters, {})
+        self._place_of: dict[str, tuple[Bucket, Spec]] = {}
         self._missing: dict[int, int] = {}
         self._delay: dict[str, int] = {}
         self._exchange: Exchange | NodeExchange | None = None
@@ -307,7 +308,7 @@ class _Distributed(torch.optim.Optimizer):
                 _open_transport(self._hvd, self._nodes.inside, self._predivide_factor),
                 compressing,
                 flat,
-                _ParameterGradients(self._parameters, {}),
+                self._gradients,
                 label=self._label,
                 clock=self.schedule.clock,
             )
@@ -353,7 +354,7 @@ class _Distributed(torch.optim.Optimizer):
         for bucket in buckets:
             self._missing[bucket.index] = len(bucket.members)
             for member in bucket.members:
-                self._bucket_of[member.name] = bucket
+                self._place_of[member.name] = bucket, member
 
     def _description(self, specs: list[Spec], groups: Any) -> dict[str, Any]:
         return {
@@ -407,15 +408,21 @@ class _Distributed(torch.optim.Optimizer):
             )
         self._fired = True
         self._delay[name] -= 1
-        if self._exchange is None or self._delay[name] > 0 or name not in self._bucket_of:
+        if self._exchange is None or self._delay[name] > 0 or name not in self._place_of:
             return
-        bucket = self._bucket_of[name]
+        bucket, spec = self._place_of[name]
         self._missing[bucket.index] -= 1
-        if self._missing[bucket.index] == 0:
+        if isinstance(self._exchange, Exchange) and self._exchange.is_plain(bucket):
+            self._exchange.start_plain(spec, self._gradients, summed=self._summed)
+        elif self._missing[bucket.index] == 0:
             self._start(self._exchange, bucket)
 
     def _start(self, exchange: Exchange | NodeExchange, bucket: Bucket) -> None:
         self._missing[bucket.index] = 0
+        if isinstance(exchange, Exchange) and exchange.is_plain(bucket):
+            for spec in bucket.members:
+                exchange.start_plain(spec, self._gradients, summed=self._summed)
+            return
         scale = float(self._grad_scaler.get_scale()) if self._grad_scaler is not None else 1.0
         decay: dict[str, float] = {}
         if self.compression.takes_momentum:
@@ -423,7 +430,8 @@ class _Distributed(torch.optim.Optimizer):
             decay = {name: scale * hyper[name].weight_decay for name in hyper}
             for part in bucket.parts:
                 part.unit.hyper = hyper[part.members[0].name]
-        exchange.start(bucket, _ParameterGradients(self._parameters, decay), scale=scale, summed=self._summed)
+        gradients = _ParameterGradients(self._parameters, decay) if decay else self._gradients
+        exchange.start(bucket, gradients, scale=scale, summed=self._summed)
 
     def _hyper(self) -> dict[str, Hyper]:
         """Each parameter's settings, as its group has them now; the compressor's own where it was given some."""

@@ -86,13 +86,40 @@ def check_powersgd_makes_two_exchanges() -> None:
     assert _counted(hvdcomp.PowerSGD(rank=2)) == [Counter(allreduce=2)] * 4
 
 
+def check_plain_steps_take_whatever_a_gradient_is() -> None:
+    """Missing on one rank, or laid out otherwise there; a sum; and a bucket that a bfloat16 tensor keeps from it."""
+    for op, dtype in itertools.product((hvd.Average, hvd.Sum), (torch.float32, torch.float64, torch.bfloat16)):
+        params = parameters()
+        params["odd"] = nn.Parameter(torch.zeros(3, 5, dtype=dtype))
+        optimizer = wrap(params, "none", op=op)
+        for step in range(3):
+            optimizer.zero_grad()
+            grads = gradients(step, me())
+            if me() == 1:
+                grads["conv.weight"] = grads["conv.weight"].to(memory_format=torch.channels_last)
+            for name, grad in grads.items():
+                params[name].grad = grad
+            params["odd"].grad = torch.full((3, 5), 2.0, dtype=dtype) if me() == step % 2 else None
+            with _watched() as seen:
+                optimizer.synchronize()
+            travelled = Counter(kind for kind, _ in seen)
+            alone = Counter(allreduce=len(params))
+            assert (travelled == alone) == (dtype != torch.bfloat16), travelled
+            factor = 1 if op == hvd.Average else hvd.size()
+            for name in SHAPES:
+                both = [gradients(step, rank)[name] for rank in range(hvd.size())]
+                assert_close([params[name].grad], [factor * sum(both) / len(both)], rtol=1e-5, atol=1e-6)
+            assert_close([params["odd"].grad], [torch.full((3, 5), factor * 2.0 / hvd.size(), dtype=dtype)])
+            assert_alike(p.grad for p in params.values())
+
+
 def check_topk_makes_an_allgather_and_an_allreduce() -> None:
     assert _counted(hvdcomp.TopK(cf=10)) == [Counter(allgather=1, allreduce=1)] * 4
     assert _counted(hvdcomp.TopK(cf=10), exclude=()) == [Counter(allgather=1)] * 4
 
 
 def check_others_make_one_or_two() -> None:
-    assert _counted("none") == [Counter(allreduce=1)] * 4
+    assert _counted("none") == [Counter(allreduce=len(_layers()))] * 4  # as plain Horovod: each by itself
     assert _counted(hvdcomp.RandomK(cf=10)) == [Counter(allreduce=1)] * 4
     assert _counted("fp16") == [Counter(allreduce=1)] * 4
     assert _counted(compressors.OkTopK(cf=10), exclude=()) == [Counter(alltoall=1, allgather=1)] * 4
