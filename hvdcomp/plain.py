@@ -45,15 +45,13 @@ class PlainMeans:
         fused = Fused("allreduce", gradient, [0], owned=True)
         self._flights[spec.name] = spec, fused, self._start(fused, f"{self._label}.{spec.name}"), written
 
-    def finish(self, *, summed: bool, count: Callable[[Fused, Tensor], None]) -> None:
-        """Wait for all, and write them.
+    @property
+    def fused(self) -> list[Fused]:
+        """The collectives under way."""
+        return [fused for _, fused, _, _ in self._flights.values()]
 
-        Args:
-            summed: the sum over workers is wanted, not the mean.
-            count: books a collective and a tensor of its result's form.
-        """
-        for _, fused, _, _ in self._flights.values():
-            count(fused, fused.buffer)  # before the first wait, in whose shadow it costs nothing
+    def finish(self, *, summed: bool) -> None:
+        """Wait for all, and write their means, or where ``summed`` their sums over workers."""
         for spec, _, wait, written in self._flights.values():
             mean = wait()
             if summed:
