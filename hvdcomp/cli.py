@@ -120,6 +120,32 @@ def compare(
     raise typer.Exit(_checked(lambda: run_comparison(comparison, job, make_console(), chosen, seeds)))
 
 
+@app.command()
+def probe(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Also measure this training configuration's model.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example data.batch_size=64")
+    ] = None,
+    workers: Annotated[int, typer.Option("-np", "--workers", min=1, help="Workers.")] = 2,
+    launcher: Annotated[Literal["mpirun", "horovodrun"], typer.Option(help="What starts the workers.")] = "mpirun",
+    hosts: Annotated[str | None, typer.Option("--hosts", "-H", help="node1:4,node2:4; default: this machine.")] = None,
+    hostfile: Annotated[str | None, typer.Option(help="The launcher's file of hosts and slots.")] = None,
+    methods: Annotated[str | None, typer.Option(help="For example topk,powersgd:rank=2; default: all.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file that `plan` and `whatif` read.")] = Path(
+        "probe.json"
+    ),
+) -> None:
+    """Measure a cluster through Horovod: latency, bandwidth, what methods cost on its devices, and a model's steps."""
+    from hvdcomp.costmodel import probing
+
+    job = _job([], workers, launcher, hosts, hostfile)
+    model = None if config is None else (config, overrides or [])
+    _print_table(probing.summary(_checked(lambda: probing.measure(job, methods, model, output))))
+    typer.echo(f"written: {output}")
+
+
 @app.command(name="list")
 def list_(
     kind: Annotated[str, typer.Argument(help=" | ".join(KINDS))] = "compressors",

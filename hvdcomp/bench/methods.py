@@ -43,7 +43,7 @@ def split_methods(text: str) -> list[tuple[str, dict[str, Any]]]:
     return methods
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """Raises ConfigError now rather than after minutes."""
     try:
         if path.is_dir():
@@ -52,5 +52,5 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"--json {path} cannot be written: {error.strerror}; give a file in a folder that exists"
+            f"{option} {path} cannot be written: {error.strerror}; give a file in a folder that exists"
         ) from error
