@@ -180,7 +180,7 @@ def _cycle() -> tuple[float, float, float]:
 
 
 def _slowest_pair(line: Collective, cycle_s: float) -> Pair | None:
-    """The pair of workers with the least bandwidth, in rounds in which each has one partner; None where sets are off."""
+    """The pair of workers with the least bandwidth, in rounds of disjoint pairs; None where process sets are off."""
     size = hvd.size()
     if size == 2:
         return Pair(workers=(0, 1), bandwidth=line.bandwidth.value)
