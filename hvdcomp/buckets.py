@@ -62,6 +62,8 @@ class Part:
     feedback: ErrorFeedback | None
     sparse: bool = False
     """The gradients are sparse tensors; their rows travel as they are."""
+    assigned: bool = False
+    """A schedule may put another compressor in this one's place."""
 
     @property
     def offsets(self) -> list[int]:
@@ -78,13 +80,33 @@ class Part:
     def dtype(self) -> torch.dtype:
         """Of what the compressor sees: float32 or float64; a tensor that is not compressed travels as it is."""
         given = self.members[0].dtype
-        as_it_is = given == torch.float64 or not (self.compressed or self.compressor.keeps_gradients)
+        as_it_is = given == torch.float64 or not (self.compressed or self.compressor.keeps_gradients or self.assigned)
         return given if as_it_is else torch.float32
 
     @property
     def unscaled(self) -> bool:
         """What the compressor sees comes without a loss scale."""
         return self.feedback is not None or self.compressor.keeps_gradients
+
+    @property
+    def feeds_back(self) -> bool:
+        """The residual takes part: the compressor wants one, or another has left something in it."""
+        return self.feedback is not None and (self.compressor.error_feedback or self.feedback.holds)
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What is yet to be sent, flat; None where nothing is kept."""
+        return (
+            self.unit.state.get(self.compressor.residual_state or "")
+            if self.feedback is None
+            else self.feedback.residual
+        )
+
+    def switch(self, compressor: Compressor) -> None:
+        """Go on with another compressor: the residual stays, the state where the new one has use for it."""
+        if not compressor.takes_state_of(self.compressor):
+            self.unit.state, self.unit.spare = {}, {}
+        self.compressor = compressor
 
 
 @dataclass
@@ -158,6 +180,8 @@ class Layout:
 
     Args:
         compressor: what compresses the tensors that ``exclude`` does not name.
+        settings: the compressors that a schedule may assign to each of them, none if it does not.
+        first: index of the one to begin with.
         granularity: "tensor" (the papers'), "bucket" or "model": what the compressor sees as one unit.
         bucket_mb: gradients' size of a bucket in MiB.
         exclude: what stays dense: globs on names, "1d", and sizes such as "<1024" (elements); None is what the
@@ -171,14 +195,17 @@ class Layout:
     granularity: str = "tensor"
     bucket_mb: float = 25.0
     exclude: Sequence[str] | None = None
+    settings: Sequence[Compressor] = ()
+    first: int = 0
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {self.granularity!r}")
-        if self.granularity != "tensor" and self.compressor.needs_matrices:
-            raise ValueError(
-                f"{self.compressor.name} works on matrices, so it needs granularity='tensor', got {self.granularity!r}"
-            )
+        for method in self.methods:
+            if self.granularity != "tensor" and method.needs_matrices:
+                raise ValueError(
+                    f"{method.name} works on matrices, so it needs granularity='tensor', got {self.granularity!r}"
+                )
         if isinstance(self.exclude, str):
             raise ValueError(
                 f"exclude must be a sequence of name globs such as ['*.bias'], got the string {self.exclude!r}"
@@ -193,9 +220,21 @@ class Layout:
         check_number("bucket_mb", self.bucket_mb, MIN_BUCKET_MB, hint="MiB of gradients in a bucket")
 
     @property
+    def methods(self) -> Sequence[Compressor]:
+        """All that may compress a tensor."""
+        return self.settings or (self.compressor,)
+
+    @property
+    def compresses(self) -> bool:
+        """Some tensor may be compressed."""
+        return not all(isinstance(method, NoCompression) for method in self.methods)
+
+    @property
     def excluded(self) -> Sequence[str]:
-        """The rules in force."""
-        return self.compressor.default_exclude if self.exclude is None else self.exclude
+        """The rules in force; by default those of all methods."""
+        if self.exclude is not None:
+            return self.exclude
+        return tuple(dict.fromkeys(rule for method in self.methods for rule in method.default_exclude))
 
     def buckets(
         self,
@@ -252,7 +291,7 @@ class Layout:
         for spec in members:
             if spec.name in sparse:
                 parts.append(Part(Unit(spec.name, spec.shape), [spec], NoCompression(), None, sparse=True))
-            elif is_excluded(spec, self.excluded) or isinstance(self.compressor, NoCompression):
+            elif is_excluded(spec, self.excluded) or not self.compresses:
                 dense = self.compressor.for_excluded()
                 if dense is None:
                     plain.append(spec)
@@ -269,7 +308,7 @@ class Layout:
         return sorted(parts, key=lambda part: natural_key(part.unit.name))
 
     def _compressed_part(self, name: str, shape: torch.Size, members: list[Spec]) -> Part:
-        part = Part(Unit(name, shape), members, self.compressor, None)
-        if self.compressor.error_feedback:
+        part = Part(Unit(name, shape), members, self.methods[self.first], None, assigned=bool(self.settings))
+        if any(method.error_feedback for method in self.methods):
             part.feedback = ErrorFeedback(part.unit.numel, part.dtype, members[0].device)
         return part

@@ -13,9 +13,9 @@ from hvdcomp.compressors.requests import OWN
 from hvdcomp.exchange import Exchange, Transport
 from hvdcomp.schedules import Schedule
 
-VERSION = 1
+VERSION = 2
 POLICIES = ("mean", "drop", "error")
-_KEYS = {"version", "worker", "workers", "step", "levels", "sending", "residuals", "states", "schedule"}
+_KEYS = {"version", "worker", "workers", "step", "levels", "sending", "residuals", "states", "schedule", "assignment"}
 
 
 def empty(transport: Transport) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def empty(transport: Transport) -> dict[str, Any]:
         "residuals": {},
         "states": {},
         "schedule": None,
+        "assignment": None,
     }
 
 
@@ -41,8 +42,8 @@ def state_of(exchange: Exchange) -> dict[str, Any]:
     """
     if exchange.under_way:
         raise RuntimeError("the compressor state cannot be saved between backward() and step(): call it after step()")
-    coordinator = exchange.coordinator
-    schedule = coordinator.schedule if coordinator is not None else None
+    decides = exchange.coordinator or exchange.assignment
+    schedule = decides.schedule if decides is not None else None
     parts = [part for bucket in exchange.buckets for part in bucket.parts]
     return empty(exchange.transport) | {
         "step": exchange.step,
@@ -55,6 +56,7 @@ def state_of(exchange: Exchange) -> dict[str, Any]:
             if part.unit.state
         },
         "schedule": None if schedule is None else {"name": schedule.name, "state": schedule.state_dict()},
+        "assignment": None if exchange.assignment is None else exchange.assignment.state_dict(),
     }
 
 
@@ -184,8 +186,12 @@ def restore(exchange: Exchange, state: Mapping[str, Any]) -> None:
     if exchange.coordinator is not None and state["levels"] is not None:
         exchange.levels = (state["levels"][0], state["levels"][1])
         exchange.sending = state["sending"]
+    if exchange.assignment is not None and state["assignment"] is not None:
+        exchange.assignment.load_state_dict(state["assignment"])
     for bucket in exchange.buckets:
         for part in bucket.parts:
+            if part.feedback is not None:
+                part.feedback.holds = True
             for name, view in residual_views(part).items():
                 view.copy_(state["residuals"][name]) if name in state["residuals"] else view.zero_()
             part.unit.state = {key: tensor.clone() for key, tensor in state["states"].get(part.unit.name, {}).items()}

@@ -13,12 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hvdcomp.assignment import Assignment, Told
 from hvdcomp.buckets import Bucket, Spec
 from hvdcomp.coordinator import Coordinator, Referee
 from hvdcomp.errors import ReplicaError
 from hvdcomp.plain import PlainMeans
 from hvdcomp.rounds import BucketRun, Context, Fused, Gradients
-from hvdcomp.schedules.base import Decision, Statistics
+from hvdcomp.schedules import Decision, Evidence, Setting, Statistics
+
+NOTHING = Told()
 
 
 @dataclass
@@ -46,6 +49,8 @@ class StepRecord:
         exchange_s: from the first collective's start to the last one's end.
         wait_s: the part of it in which this worker only waited.
         decide_s: waiting for the decision.
+        evidence: what a schedule that assigns was told of this step, on the worker that decides.
+        switched: the units whose setting such a schedule changes from the next step on, with the new one.
     """
 
     step: int
@@ -66,6 +71,8 @@ class StepRecord:
     exchange_s: float = 0.0
     wait_s: float = 0.0
     decide_s: float = 0.0
+    evidence: Evidence | None = None
+    switched: dict[str, Setting] = field(default_factory=dict)
 
     @property
     def compress_s(self) -> float:
@@ -197,12 +204,15 @@ class Exchange:
     Args:
         buckets: alike on every worker.
         transport: carries the collectives.
-        coordinator: None with a static schedule, which needs no decisions.
+        coordinator: of a schedule that decides on a factor for all units, else None.
         label: prefix of the operations' names, unique to the optimizer.
         check_finite: skip a step in which any worker meets a NaN or an Inf.
         cf_at: a step's compression factor where no decision chooses it, None where there is none and the bytes tell.
         clock: seconds; a replayed one replays the schedule's decisions.
         referee: chooses between compressed and dense steps; None where all are compressed.
+
+    Attributes:
+        assignment: of a schedule that assigns settings to units, else None.
     """
 
     def __init__(
@@ -225,6 +235,7 @@ class Exchange:
         self.label = label
         self.clock = clock
         self.referee = referee
+        self.assignment: Assignment | None = None
         self._check_finite = check_finite
         self._cf_at = cf_at
         self._flights: dict[int, _Flight] = {}
@@ -269,8 +280,11 @@ class Exchange:
     def is_plain(self, bucket: Bucket) -> bool:
         """In this step a bucket's tensors are to be averaged and no more: :meth:`start_plain` takes them one by one."""
         if bucket.index not in self._are_plain:
-            uncompressed = not (self._check_finite or any(part.compressed for part in bucket.parts))
-            self._are_plain[bucket.index] = bucket.plain and not bucket.holds and (self._dense or uncompressed)
+            if self.assignment is not None:
+                all_plain = self.assignment.is_plain(self._dense)
+            else:
+                all_plain = self._dense or not (self._check_finite or any(part.compressed for part in bucket.parts))
+            self._are_plain[bucket.index] = bucket.plain and not bucket.holds and all_plain
         return self._are_plain[bucket.index]
 
     def start(self, bucket: Bucket, gradients: Gradients, *, scale: float = 1.0, summed: bool = False) -> None:
@@ -285,9 +299,13 @@ class Exchange:
             self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
             self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
             watched=self.levels if self._ahead else None,
+            overwrites=self.assignment is None or not self.assignment.watch.sums,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
         self._flights[bucket.index] = flight
+        if self.assignment is not None:
+            with self._timed("decide_s"):
+                self.assignment.see(flight.run)
         with self._timed("encode_s"):
             flight.run.begin()
             if self._ahead:
@@ -300,6 +318,9 @@ class Exchange:
         if spec.name not in self._plain:
             self._begin()
             self._summed = summed
+            if self.assignment is not None:
+                with self._timed("decide_s"):
+                    self.assignment.see_plain(spec, gradients)
             self._plain.start(spec, gradients)
 
     def _begin(self) -> None:
@@ -334,17 +355,20 @@ class Exchange:
         if self._ahead and self.levels is not None:
             record.gains = self._gains
             record.level = self.levels.index(record.cf) if record.cf in self.levels else -1
+        if self.assignment is not None:
+            self.assignment.settle(record.skipped)
         self._flights.clear()
         self._are_plain.clear()
         self.step += 1
         return record
 
-    def conclude(self, record: StepRecord, seconds: float, samples: float) -> None:
+    def conclude(self, record: StepRecord, seconds: float, samples: float, told: Told = NOTHING) -> None:
         """Tell schedule and referee what a step took, and hear what the next one does; every worker, after each step.
 
         Args:
             seconds: of the whole iteration, nan if that is no measurement.
             samples: that this worker processed.
+            told: what else the caller knows of the step.
         """
         if self.coordinator is not None and not record.fell_back:
             if math.isfinite(seconds):
@@ -353,6 +377,9 @@ class Exchange:
                 decision = self._ask(self.coordinator, self._shares)
                 self._gains = decision.gains
                 self.sending = self.sending if decision.skip else decision.cf
+        if self.assignment is not None and record is self._record and not record.skipped:
+            with self._timed("decide_s"):
+                record.evidence, record.switched = self.assignment.ask(_evidence(record, seconds, samples, told))
         if self.referee is not None:
             self.referee.observe(seconds)
 
@@ -368,6 +395,8 @@ class Exchange:
         """Forget what is under way: after a failed collective nothing of it can be completed."""
         for flight in self._flights.values():
             flight.run.abort()
+        if self.assignment is not None:
+            self.assignment.settle(skipped=True)
         self._flights.clear()
         self._plain.drop()
         self._are_plain.clear()
@@ -431,6 +460,23 @@ class Exchange:
         began = self.clock()
         yield
         setattr(self._record, what, getattr(self._record, what) + self.clock() - began)
+
+
+def _evidence(record: StepRecord, seconds: float, samples: float, told: Told) -> Evidence:
+    return Evidence(
+        record.step,
+        lr=told.lr,
+        next_lr=told.next_lr,
+        loss=told.loss,
+        seconds=seconds,
+        compress_s=record.compress_s,
+        exchange_s=record.exchange_s,
+        wait_s=record.wait_s,
+        samples=samples,
+        bytes_sent=record.bytes_sent,
+        bytes_dense=record.bytes_dense,
+        fell_back=record.fell_back,
+    )
 
 
 def check_alike(transport: Transport, description: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hvdcomp.assignment import Told
 from hvdcomp.buckets import Bucket
 from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.requests import Broadcast, Dense, Rounds, Unit
 from hvdcomp.coordinator import Coordinator, Referee
-from hvdcomp.exchange import Exchange, StepRecord, Transport
+from hvdcomp.exchange import NOTHING, Exchange, StepRecord, Transport
 from hvdcomp.horovod_api import process_set_of
 from hvdcomp.rounds import Fused, Gradients
 
@@ -185,10 +186,10 @@ class NodeExchange:
                 exchange.step = record.step + 1
         return record
 
-    def conclude(self, record: StepRecord, seconds: float, samples: float) -> None:
+    def conclude(self, record: StepRecord, seconds: float, samples: float, told: Told = NOTHING) -> None:
         """See :meth:`Exchange.conclude`; decisions are made between leaders, the honest switch is everybody's."""
         if self.between is not None:
-            self.between.conclude(record, seconds, samples)
+            self.between.conclude(record, seconds, samples, told)
         elif self.referee is not None:
             self.referee.observe(seconds)
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from hvdcomp import checkpointing
+from hvdcomp.assignment import Assignment, Told
 from hvdcomp.buckets import Bucket, Layout, Spec, natural_key
 from hvdcomp.checks import check_count, check_flag, check_number
-from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.requests import Hyper
 from hvdcomp.coordinator import Coordinator, Referee, channel_name, open_channel
 from hvdcomp.errors import ReplicaError
@@ -30,8 +31,8 @@ from hvdcomp.exchange import Exchange, HorovodTransport, LocalTransport, StepRec
 from hvdcomp.hierarchy import NodeExchange, Nodes, find_nodes
 from hvdcomp.horovod_api import initialised_horovod, label_of
 from hvdcomp.kernels import warm_up
-from hvdcomp.plugin import AUTO, as_compressor, as_schedule, cf_in_force, check_op
-from hvdcomp.schedules import Schedule
+from hvdcomp.plugin import AUTO, as_compressor, as_schedule, cf_in_force, check_op, layout_of
+from hvdcomp.schedules import Assigning, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ def DistributedOptimizer(
         groups: the buckets, as a number or as lists of parameters; others form a bucket each.
         sparse_as_dense: exchange sparse gradients as dense ones.
         process_set: the workers that exchange, all by default.
-        schedule: chooses the compression factor of each step: ``hvdcomp.schedules.GraVAC()``, a name, or None for the
-            compressor's own.
+        schedule: chooses the compression factor of each step, or each tensor's factor or method:
+            ``hvdcomp.schedules.GraVAC()``, a name, or None for the compressor's own.
         granularity: what the compressor sees as one: a "tensor", a "bucket", or the "model".
         bucket_mb: MiB of gradients that travel together.
         exclude: globs on names of tensors that stay dense; "1d" stands for all with fewer than two dimensions, "<1024"
@@ -98,7 +99,8 @@ def DistributedOptimizer(
     Returns:
         An instance of the optimizer's own class with ``synchronize()``, ``skip_synchronize()``,
         ``compressor_state_dict()``, ``load_compressor_state_dict()``, ``check_replicas()``, ``untimed()``, and the
-        attributes ``last_step`` (:class:`hvdcomp.StepRecord`) and ``samples``. With ``op=hvd.Adasum``, or with
+        attributes ``last_step`` (:class:`hvdcomp.StepRecord`) and, to be set before a step for a schedule that asks for
+        them, ``samples`` of it, its ``loss``, and the ``next_lr`` after it. With ``op=hvd.Adasum``, or with
         ``HVDCOMP_DISABLE=1`` in the environment, it is stock Horovod's, on which these do nothing.
 
     Raises:
@@ -141,13 +143,13 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     schedule, compressor = as_schedule(schedule, compressor)
-    if not isinstance(compressor, NoCompression):
+    layout = layout_of(schedule, compressor, granularity, bucket_mb, exclude)
+    if layout.compresses:
         warm_up()
-    layout = Layout(compressor, granularity, bucket_mb, exclude)
     if never_slower is None:
         never_slower = compression == AUTO
     check_flag("never_slower", never_slower, hint="dense steps where they are measured to be faster")
-    if never_slower and compressor.keeps_gradients:
+    if never_slower and any(method.keeps_gradients for method in layout.methods):
         raise ValueError(
             f"never_slower does not fit {compressor!r}, whose state a dense step would not keep up to date: leave it "
             "out, or take a method without momentum of its own"
@@ -160,8 +162,7 @@ def DistributedOptimizer(
     made._adopt(optimizer)
     made._set_up(
         hvd, named_parameters, layout, schedule, backward_passes_per_step, op == hvd.Sum, gradient_predivide_factor,
-        groups, sparse_as_dense, process_set, grad_scaler, never_slower and not isinstance(compressor, NoCompression),
-        nodes,
+        groups, sparse_as_dense, process_set, grad_scaler, never_slower and layout.compresses, nodes,
     )  # fmt: skip
     _refuse_join(hvd, made)
     return made
@@ -173,6 +174,8 @@ class _Distributed(torch.optim.Optimizer):
     _wrapped: type[torch.optim.Optimizer]
 
     samples: float
+    loss: float | None
+    next_lr: float | None
     last_step: StepRecord | None
 
     # -- construction
@@ -203,6 +206,8 @@ class _Distributed(torch.optim.Optimizer):
         self.backward_passes_per_step = backward_passes_per_step
         self.process_set = process_set
         self.samples = 1.0
+        self.loss = None
+        self.next_lr = None
         self.last_step = None
         self.schedule = schedule
         self.compression = layout.compressor
@@ -323,9 +328,13 @@ class _Distributed(torch.optim.Optimizer):
         """The compressed exchange, without buckets yet; collective over those who take part in it."""
         assert self._compressing is not None
         coordinator = None
-        if self.schedule.adaptive:
+        if self.schedule.adaptive and not isinstance(self.schedule, Assigning):
             coordinator = Coordinator(self.schedule, open_channel(self._hvd, self._label, self._compressing_set))
-        return self._new_exchange(self._compressing, self._label, coordinator, referee)
+        exchange = self._new_exchange(self._compressing, self._label, coordinator, referee)
+        if isinstance(self.schedule, Assigning):
+            channel = open_channel(self._hvd, self._label, self._compressing_set)
+            exchange.assignment = Assignment(self.schedule, self._layout.settings, channel, exchange.buckets)
+        return exchange
 
     def _new_exchange(
         self, transport: Transport, label: str, coordinator: Coordinator | None, referee: Referee | None
@@ -335,7 +344,7 @@ class _Distributed(torch.optim.Optimizer):
             transport,
             coordinator,
             label=label,
-            check_finite=self.compression.checks_finite,
+            check_finite=any(method.checks_finite for method in self._layout.methods),
             cf_at=partial(cf_in_force, self.schedule, self.compression),
             clock=self.schedule.clock,
             referee=referee,
@@ -360,6 +369,7 @@ class _Distributed(torch.optim.Optimizer):
         return {
             "parameters": {spec.name: [list(spec.shape), str(spec.dtype)] for spec in specs},
             "compression": repr(self.compression),
+            "settings": [repr(method) for method in self._layout.settings],
             "schedule": {key: repr(value) for key, value in self.schedule.describe().items()},
             "granularity": self._layout.granularity,
             "bucket_mb": self._layout.bucket_mb,
@@ -393,6 +403,8 @@ class _Distributed(torch.optim.Optimizer):
         if self._transport is not None and self._transport.worker == 0:
             where = "every worker" if self._nodes is None else "the first worker of every node"
             logger.info("residuals for error feedback take %.1f MiB on %s", self.residual_nbytes / 2**20, where)
+            if self.schedule_nbytes:
+                logger.info("the schedule's sums take %.1f MiB, on worker 0", self.schedule_nbytes / 2**20)
 
     # -- gradients
 
@@ -499,9 +511,14 @@ class _Distributed(torch.optim.Optimizer):
         self.last_step = record
         now = exchange.clock()
         seconds = math.nan if self._lap_start is None else now - self._lap_start - self._untimed_s
-        exchange.conclude(record, seconds, self.samples)
+        exchange.conclude(record, seconds, self.samples, self._told())
         self._lap_start = now
         self._untimed_s = 0.0
+
+    def _told(self) -> Told:
+        lr = float(self.param_groups[0].get("lr", math.nan))
+        loss = math.nan if self.loss is None else float(self.loss)
+        return Told(lr, lr if self.next_lr is None else float(self.next_lr), loss)
 
     # -- the optimizer's interface
 
@@ -612,6 +629,12 @@ class _Distributed(torch.optim.Optimizer):
         """Bytes of all residuals on this worker; 0 before the first exchange."""
         parts = [part for bucket in (self._exchange.buckets if self._exchange else []) for part in bucket.parts]
         return sum(part.feedback.residual.nbytes for part in parts if part.feedback is not None)
+
+    @property
+    def schedule_nbytes(self) -> int:
+        """Bytes of the gradients' sums that a schedule wants, on worker 0; 0 elsewhere, before the first exchange."""
+        exchange = self._compressed_exchange
+        return 0 if exchange is None or exchange.assignment is None else exchange.assignment.nbytes
 
     @property
     def _compressed_exchange(self) -> Exchange | None:
@@ -844,9 +867,9 @@ def _stock_compression(hvd: Any, compression: Any) -> Any:
 
 def _with_extras(optimizer: Any) -> Any:
     """Stock Horovod's optimizer, with what a script may call on ours doing nothing."""
-    optimizer.last_step = None
+    optimizer.last_step = optimizer.loss = optimizer.next_lr = None
     optimizer.samples = 1.0
-    optimizer.residual_nbytes = 0
+    optimizer.residual_nbytes = optimizer.schedule_nbytes = 0
     optimizer.untimed = contextlib.nullcontext
     optimizer.compressor_state_dict = dict
     optimizer.load_compressor_state_dict = lambda state, on_world_change="error": None
@@ -856,7 +879,7 @@ def _with_extras(optimizer: Any) -> Any:
 
 def _refuse_join(hvd: Any, optimizer: Any) -> None:
     """Make ``hvd.join`` say at once what would otherwise hang: other workers wait for this one's payload."""
-    if isinstance(optimizer.compression, NoCompression) and optimizer._nodes is None:
+    if not optimizer._layout.compresses and optimizer._nodes is None:
         return
     _live.add(optimizer)
     if getattr(hvd.join, "_hvdcomp_refuses", False):

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hvdcomp.assignment import compressors_of
 from hvdcomp.buckets import Layout, Spec
 from hvdcomp.compressors import FP16, Compressor, NoCompression, OkTopK, TopK, create
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume
 from hvdcomp.exchange import Exchange, HorovodTransport
 from hvdcomp.horovod_api import horovod, initialised_horovod, label_of
-from hvdcomp.schedules import Schedule, Static
+from hvdcomp.schedules import Assigning, Schedule, Static
 from hvdcomp.schedules import create as create_schedule
 
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
@@ -79,6 +80,8 @@ def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tupl
     chosen = Static() if schedule is None else create_schedule(schedule) if isinstance(schedule, str) else schedule
     if not isinstance(chosen, Schedule):
         raise ValueError(f"schedule must be a name or a hvdcomp.schedules.Schedule, got {schedule!r}")
+    if isinstance(chosen, Assigning):
+        return chosen, compressor
     if (chosen.adaptive or chosen.cf_at(0) is not None) and not compressor.has_levels:
         raise ValueError(
             f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
@@ -87,8 +90,23 @@ def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tupl
     return chosen, compressor.as_selector() if chosen.adaptive else compressor
 
 
+def layout_of(
+    schedule: Schedule, compressor: Compressor, granularity: str, bucket_mb: float, exclude: Sequence[str] | None
+) -> Layout:
+    """How tensors become units and buckets under a schedule. Raises ValueError where something does not fit."""
+    if not isinstance(schedule, Assigning):
+        return Layout(compressor, granularity, bucket_mb, exclude)
+    settings = compressors_of(schedule, compressor)
+    return Layout(compressor, granularity, bucket_mb, exclude, settings=settings, first=schedule.first)
+
+
 def cf_in_force(schedule: Schedule, compressor: Compressor, step: int) -> float | None:
-    """The factor of a step that is not decided on: the schedule's, else the compressor's own; None if it has none."""
+    """The factor of a step that is not decided on: the schedule's, else the compressor's own; None if it has none.
+
+    None, too, where units have settings of their own.
+    """
+    if isinstance(schedule, Assigning):
+        return None
     cf = schedule.cf_at(step)
     own = getattr(compressor, "cf", None) if compressor.has_levels else None
     return own if cf is None else cf
@@ -214,4 +232,12 @@ def _no_clock() -> float:
     return 0.0
 
 
-__all__ = ["BoundCompression", "HorovodCompression", "as_compressor", "as_schedule", "cf_in_force", "check_op"]
+__all__ = [
+    "BoundCompression",
+    "HorovodCompression",
+    "as_compressor",
+    "as_schedule",
+    "cf_in_force",
+    "check_op",
+    "layout_of",
+]

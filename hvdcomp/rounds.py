@@ -29,7 +29,7 @@ from hvdcomp.compressors.requests import (
     Rounds,
 )
 from hvdcomp.compressors.sparsifier import Sparsifier, kept_elements
-from hvdcomp.feedback import Accumulated
+from hvdcomp.feedback import Accumulated, ErrorFeedback
 from hvdcomp.kernels import moments_in_passing, squared_norm
 from hvdcomp.schedules.base import Statistics
 from hvdcomp.sparse_gradients import SparseRows, as_rows, no_rows, sparse_rounds
@@ -100,6 +100,8 @@ class Context:
     """Factors whose gains are estimated, for a decision on later steps."""
     dense: bool = False
     """This step is exchanged dense, with what the residuals hold."""
+    overwrites: bool = True
+    """A gradient may be overwritten by its mean before the step is settled, where that saves a copy."""
     cf: float | None = None
     """The factor of this step where no decision chooses it, None where the compressor has none."""
 
@@ -137,9 +139,10 @@ class BucketRun:
                 self._generators[number] = self._sparse_rounds(part)
                 continue
             self.finite &= self._accumulate(number, part)
-            whole = self.context.dense and part.feedback is not None
             acc = self._acc[number]
-            self._generators[number] = dense_rounds(acc, unit) if whole else part.compressor.rounds(acc, unit)
+            self._generators[number] = (
+                dense_rounds(acc, unit) if self._whole(part) else part.compressor.rounds(acc, unit)
+            )
         for number, generator in self._generators.items():
             self._advance(number, lambda generator=generator: next(generator))  # type: ignore[misc]
 
@@ -206,8 +209,7 @@ class BucketRun:
 
     def settled(self) -> bool:
         """False where any worker met a non-finite value, or a mean overflowed that would harm what is kept: skip."""
-        parts = self.parts
-        kept = [o for n, o in self.outcomes.items() if parts[n].feedback is not None or o.state is not None]
+        kept = [o for n, o in self.outcomes.items() if n in self._accumulated or o.state is not None]
         return self.finite and all(outcome.finite() for outcome in kept)
 
     def commit(self) -> None:
@@ -224,9 +226,8 @@ class BucketRun:
         """The second half of :meth:`commit`: what was sent leaves the residuals, and states change."""
         for number, outcome in self.outcomes.items():
             part = self.parts[number]
-            if part.feedback is not None:
-                outcome.settle_(part.feedback.residual)
-                part.feedback.holds = not isinstance(outcome, Dense)
+            if part.feedback is not None and number in self._accumulated:
+                self._settle(part, part.feedback, outcome)
             if outcome.state is not None:
                 part.unit.state = outcome.state
 
@@ -235,18 +236,34 @@ class BucketRun:
         for number in self._accumulated:
             part = self.parts[number]
             assert part.feedback is not None
-            part.feedback.restore(self._flat_gradients(part), 1 / self.context.scale)
+            part.feedback.restore(self.flat_gradients(part), 1 / self.context.scale)
         for generator in self._generators.values():
             generator.close()
+
+    def _whole(self, part: Part) -> bool:
+        """The unit is sent dense, and what it is sent from must stay as it is until the step is settled."""
+        if self.context.dense and part.feedback is not None:
+            return True
+        dense = part.assigned and isinstance(part.compressor, NoCompression)
+        return dense and (part.feeds_back or not self.context.overwrites)
+
+    @staticmethod
+    def _settle(part: Part, feedback: ErrorFeedback, outcome: Reduced) -> None:
+        """What was sent leaves the residual, and all does where the compressor keeps none."""
+        feedback.holds = part.compressor.error_feedback and not isinstance(outcome, Dense)
+        if feedback.holds:
+            outcome.settle_(feedback.residual)
+        else:
+            feedback.residual.zero_()
 
     # -- accumulating
 
     def _accumulate(self, number: int, part: Part) -> bool:
         """Residual + gradient of a unit, or its gradient alone. Returns whether all of it is finite."""
-        gradients = self._flat_gradients(part)
+        gradients = self.flat_gradients(part)
         unit = part.unit
         unit.moments = unit.tail = None
-        if part.feedback is not None:
+        if part.feedback is not None and part.feeds_back:
             wanted = part.compressor.wanted(unit)
             done = part.feedback.accumulate(gradients, 1 / self.context.scale, wanted)
             self._acc[number] = part.feedback.residual
@@ -270,7 +287,7 @@ class BucketRun:
         plain = type(part.compressor) is NoCompression and part.dtype != torch.bfloat16
         return plain and self.context.levels is None
 
-    def _flat_gradients(self, part: Part) -> list[tuple[int, Tensor]]:
+    def flat_gradients(self, part: Part) -> list[tuple[int, Tensor]]:
         """(offset, flat gradient) of each member that has one; a missing one is zero."""
         found = []
         for offset, member in zip(part.offsets, part.members, strict=True):

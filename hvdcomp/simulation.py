@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hvdcomp.buckets import Bucket, Layout, Spec
+from hvdcomp.assignment import Assignment
+from hvdcomp.buckets import Bucket, Spec
 from hvdcomp.checkpointing import residual_views
 from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor, create
-from hvdcomp.plugin import as_compressor, as_schedule, cf_in_force
+from hvdcomp.plugin import as_compressor, as_schedule, cf_in_force, layout_of
 from hvdcomp.rounds import BucketRun, Context, Fused
-from hvdcomp.schedules import Decision, Schedule, Statistics
+from hvdcomp.schedules import Assigning, Decision, Evidence, Schedule, Setting, Statistics
 
 
 @dataclass
@@ -36,6 +39,24 @@ class _Gradients:
         self.means[spec.name] = mean.view(spec.shape).to(spec.dtype, copy=True)
 
 
+class _Told:
+    """The channel of workers that are asked one after the other, the root first."""
+
+    name = "told"
+
+    def __init__(self, root: bool, said: list[np.ndarray]) -> None:
+        self.root = root
+        self._said = said
+
+    def sum_to_root(self, vector: np.ndarray) -> np.ndarray:
+        raise NotImplementedError("the simulation adds statistics itself")
+
+    def from_root(self, vector: np.ndarray) -> np.ndarray:
+        if self.root:
+            self._said[:] = [vector]
+        return self._said[0]
+
+
 class World:
     """A world of ``size`` workers.
 
@@ -48,7 +69,8 @@ class World:
 
     Attributes:
         nbytes: payload that worker 0 handed to collectives in the last step, headers included.
-        decision: the schedule's last decision.
+        decision: the schedule's last decision on a factor for all.
+        switched: the units whose setting the schedule changed after the last step, with the new one.
         skipped: the last step met a NaN or an Inf on some worker and was left out by all.
     """
 
@@ -71,26 +93,30 @@ class World:
         chosen, compressor = as_schedule(schedule, compressor)
         self.size = size
         self.compression = compressor
-        self.schedule = chosen if chosen.adaptive else None
+        self.schedule = chosen if chosen.adaptive and not isinstance(chosen, Assigning) else None
         self._cf_at = partial(cf_in_force, chosen, compressor)
         self.nbytes = 0
         self.step_count = 0
         self.decision: Decision | None = None
         self.skipped = False
-        self._layout = Layout(compressor, granularity, bucket_mb, exclude)
+        self.switched: dict[str, Setting] = {}
+        self._layout = layout_of(chosen, compressor, granularity, bucket_mb, exclude)
         self._buckets: list[list[Bucket]] = []
+        self._assigning = chosen if isinstance(chosen, Assigning) else None
+        self._assignments: list[Assignment] = []
         self._levels = None
         chosen.prepare(size)
         if self.schedule is not None:
             self._levels = self.schedule.levels
-        self._ahead = chosen.adaptive and not chosen.exact
+        self._ahead = self.schedule is not None and not chosen.exact
         self._sending = self._levels[0] if self._levels is not None else None
 
-    def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> list[dict[str, Tensor]]:
+    def step(self, grads: Sequence[Mapping[str, Tensor | None]], **told: float) -> list[dict[str, Tensor]]:
         """One exchange.
 
         Args:
             grads: each worker's gradients by name; a missing one, or None, counts as zero.
+            told: what a schedule that assigns is told of the step besides: fields of :class:`Evidence`, such as lr.
 
         Returns:
             Each worker's mean by name, NaN everywhere if some worker met a NaN or an Inf.
@@ -102,6 +128,7 @@ class World:
             raise ValueError(f"expected the gradients of {self.size} workers, got {len(grads)}")
         if not self._buckets:
             self._buckets = [self._layout.buckets(_specs(grads)) for _ in range(self.size)]
+            self._assignments = self._assigned()
         specs = [spec for bucket in self._buckets[0] for spec in bucket.members]
         unknown = sorted({name for worker in grads for name in worker} - {spec.name for spec in specs})
         if unknown and any(worker.get(name) is not None for worker in grads for name in unknown):
@@ -121,6 +148,7 @@ class World:
                 run.abort()
             else:
                 run.commit()
+        self._assign(told)
         self.step_count += 1
         if self.skipped:
             return [{s.name: torch.full(s.shape, torch.nan, dtype=s.dtype) for s in specs} for _ in grads]
@@ -151,14 +179,36 @@ class World:
             self.size,
             self.step_count,
             None if self._ahead else self._levels,
-            self.compression.checks_finite,
+            any(method.checks_finite for method in self._layout.methods),
             cf=self._cf_at(self.step_count) if self.schedule is None else self._sending if self._ahead else None,
             watched=self._levels if self._ahead else None,
         )
         runs = [BucketRun(bucket, gradients, context) for bucket in self._buckets[worker]]
         for run in runs:
             run.begin()
+            for assignment in self._assignments[worker : worker + 1]:
+                assignment.see(run)
         return runs
+
+    def _assigned(self) -> list[Assignment]:
+        """Each worker's part of what a schedule assigns."""
+        if self._assigning is None:
+            return []
+        said: list[np.ndarray] = []
+        return [
+            Assignment(self._assigning, self._layout.settings, _Told(worker == 0, said), buckets)
+            for worker, buckets in enumerate(self._buckets)
+        ]
+
+    def _assign(self, told: Mapping[str, float]) -> None:
+        """Ask for each unit's setting in the next step."""
+        self.switched = {}
+        for assignment in self._assignments:
+            assignment.settle(self.skipped)
+        for assignment in self._assignments if not self.skipped else ():
+            spec_bytes = sum(spec.nbytes for bucket in self._buckets[0] for spec in bucket.members)
+            known: dict[str, Any] = {"bytes_sent": self.nbytes, "bytes_dense": spec_bytes, **told}
+            _, self.switched = assignment.ask(Evidence(self.step_count, **known))
 
     def _decide(self, runs: list[list[BucketRun]]) -> int | None:
         """The level to send, None to skip; where steps obey the last decision, that has been made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdcomp.buckets import Layout, Spec
+from hvdcomp.assignment import Assignment
+from hvdcomp.buckets import Spec
 from hvdcomp.compressors import Compressor
 from hvdcomp.coordinator import Coordinator
 from hvdcomp.exchange import Exchange, LocalTransport, StepRecord
+from hvdcomp.plugin import layout_of
 from hvdcomp.rounds import Fused
-from hvdcomp.schedules import Schedule
+from hvdcomp.schedules import Assigning, Schedule, Static
 from hvdcomp.simulation import collective
 
 
@@ -117,17 +120,20 @@ class ExchangeWorld:
         specs = [Spec.of(name, gradient) for name, gradient in grads.items()]
         self.exchanges = []
         for worker, transport in enumerate(self.transports):
-            coordinator = None
-            if schedules is not None:
-                schedules[worker].prepare(size)
-                coordinator = Coordinator(schedules[worker], transport)
-            buckets = Layout(compressor, **{"exclude": (), **layout}).buckets(specs, sparse=sparse)
-            self.exchanges.append(
-                Exchange(
-                    buckets, LocalTransport() if alone else transport, coordinator,
-                    label="hvdcomp.0", check_finite=compressor.checks_finite, cf_at=cf_at, clock=lambda: 0.0,
-                )
+            schedule = Static() if schedules is None else schedules[worker]
+            schedule.prepare(size)
+            assigns = isinstance(schedule, Assigning)
+            coordinator = Coordinator(schedule, transport) if schedule.adaptive and not assigns else None
+            given: dict[str, Any] = {"granularity": "tensor", "bucket_mb": 25.0, "exclude": (), **layout}
+            made = layout_of(schedule, compressor, **given)
+            exchange = Exchange(
+                made.buckets(specs, sparse=sparse), LocalTransport() if alone else transport, coordinator,
+                label="hvdcomp.0", check_finite=any(method.checks_finite for method in made.methods), cf_at=cf_at,
+                clock=lambda: 0.0,
             )  # fmt: skip
+            if isinstance(schedule, Assigning):
+                exchange.assignment = Assignment(schedule, made.settings, transport, exchange.buckets)
+            self.exchanges.append(exchange)
         self.records: list[StepRecord] = []
 
     def step(
@@ -140,7 +146,10 @@ class ExchangeWorld:
             given = GivenGradients({n: None if g is None else g.clone() for n, g in grads[worker].items()})
             for bucket in exchange.buckets if worker % 2 else reversed(exchange.buckets):
                 exchange.start(bucket, given, scale=scale, summed=summed)
-            return exchange.finish(), given.means
+            record = exchange.finish()
+            if exchange.assignment is not None:
+                exchange.conclude(record, math.nan, 1.0)
+            return record, given.means
 
         with ThreadPoolExecutor(len(self.exchanges)) as pool:
             results = list(pool.map(work, range(len(self.exchanges))))

@@ -69,6 +69,10 @@ class Compressor(ABC):
         """
         return 0
 
+    def takes_state_of(self, before: Compressor) -> bool:
+        """Whether what another compressor left in :attr:`Unit.state` is of use to this one, which takes its place."""
+        return type(self) is type(before)
+
     def as_selector(self) -> Compressor:
         """What an adaptive schedule uses: it evaluates selections of residual + gradient, so no other state may be."""
         return self

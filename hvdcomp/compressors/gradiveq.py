@@ -59,6 +59,10 @@ class GradiVeQ(Compressor):
             "error_feedback", error_feedback, hint="keep what was not sent for the next step"
         )
 
+    def takes_state_of(self, before: Compressor) -> bool:
+        """A basis has the size of its slices."""
+        return self == before
+
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
         if not self._compresses(unit.numel):
             return (yield from dense_rounds(acc, unit))

@@ -18,7 +18,8 @@ from hvdcomp.kernels import orthogonalise
 class PowerSGD(Compressor):
     """Each gradient, as the matrix shape[0] x rest, travels as two thin factors P and Q, by two dependent allreduces.
 
-    Q is kept from step to step (warm start). Tensors with fewer than two dimensions stay dense.
+    Q is kept from step to step (warm start); when the rank changes, columns are left out or added. Tensors with fewer
+    than two dimensions stay dense.
 
     Args:
         rank: columns of P and Q, >= 1; at most min(n1, n2) of a matrix n1 x n2 is used.
@@ -74,11 +75,10 @@ class PowerSGD(Compressor):
         """P = M Q before its allreduce. With as many columns as M, Q spans everything, so P = M loses nothing."""
         if rank == matrix.shape[1]:
             return matrix
-        q = unit.state.get("q")
-        if q is None or q.shape != (matrix.shape[1], rank):
-            q = self._first_q(matrix.shape[1], rank, unit)
-        elif not q.any(dim=0).all():  # a column that met zeros only would find nothing ever again
-            q = torch.where(q.any(dim=0), q, self._first_q(matrix.shape[1], rank, unit).to(q))
+        q = unit.state.get("q", torch.empty(matrix.shape[1], 0, dtype=torch.float64))[:, :rank]
+        if q.shape[1] < rank or not q.any(dim=0).all():  # a column that met zeros only would find nothing ever again
+            drawn = self._first_q(matrix.shape[1], rank, unit).to(q)
+            q = torch.cat([torch.where(q.any(dim=0), q, drawn[:, : q.shape[1]]), drawn[:, q.shape[1] :]], dim=1)
         q = q.to(matrix)
         return matrix @ (q / q.abs().amax(dim=0))  # the last q is as large as its matrix, whose square may overflow
 

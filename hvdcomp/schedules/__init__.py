@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdcomp.checks import check_choice
+from hvdcomp.schedules.assigning import Assigning, Evidence, Overlap, Setting, Sums, UnitForm
 from hvdcomp.schedules.base import DENSE, Decision, Parameter, Schedule, Statistics
 from hvdcomp.schedules.gravac import GraVAC
 from hvdcomp.schedules.static import Static
@@ -13,12 +14,18 @@ from hvdcomp.schedules.warmup import Warmup
 __all__ = [
     "DENSE",
     "REGISTRY",
+    "Assigning",
     "Decision",
+    "Evidence",
     "GraVAC",
+    "Overlap",
     "Parameter",
     "Schedule",
+    "Setting",
     "Static",
     "Statistics",
+    "Sums",
+    "UnitForm",
     "Warmup",
     "create",
 ]

@@ -30,6 +30,10 @@ class MetricsLog:
     is one. After a step that was followed by an evaluation: accuracy, test_loss and (of a text) perplexity, over the
     test set, of all workers. null: not known.
 
+    Under a schedule that assigns settings to units (tensors): switched, where some change (unit: its setting from the
+    next step on); and at the end of a phase over which gradients were added up, phase: its steps, units (name: shape),
+    and by unit sums (of the elements, of their squares) and overlaps (see `hvdcomp.schedules.Overlap`).
+
     A resumed run goes on behind `after_step`: later lines, of steps that are done again, are removed.
 
     Raises OSError when the disk is full.

@@ -15,8 +15,8 @@ from hvdcomp.buckets import Layout
 from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
-from hvdcomp.plugin import AUTO, automatic
-from hvdcomp.schedules import Schedule, Warmup
+from hvdcomp.plugin import AUTO, automatic, layout_of
+from hvdcomp.schedules import Assigning, Schedule, Warmup
 from hvdcomp.training import text  # noqa: F401 - it registers its data sets
 from hvdcomp.training.data import DATASETS, Data, as_data, epoch_spans, test_batches
 from hvdcomp.training.models import MODELS
@@ -34,17 +34,17 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
     """
     config = _without_idle_schedule(_with_defaults(config, workers))
     compressor, schedule = build_compressor(config), build_schedule(config)
-    _make_layout(compressor, config)
+    layout = _make_layout(schedule, compressor, config)
     chooses = schedule.adaptive or schedule.cf_at(0) is not None
-    if chooses and not compressor.has_levels:
+    if chooses and not isinstance(schedule, Assigning) and not compressor.has_levels:
         able = ", ".join(name for name, cls in compressors.available().items() if cls.has_levels)
         raise ConfigError(
             f"schedule: {config.schedule.name} chooses compression factors, {config.compression.name} has none; "
             f"take one of {able}, or schedule: static"
         )
-    if schedule.adaptive:
+    if schedule.adaptive and not isinstance(schedule, Assigning):
         _make("schedule", compressor.as_selector, {})
-    if config.never_slower and compressor.keeps_gradients:
+    if config.never_slower and any(method.keeps_gradients for method in layout.methods):
         raise ConfigError(
             f"never_slower: {config.compression.name} keeps momentum, which a dense step would not keep up to date; "
             "leave never_slower out, or take a method without momentum of its own"
@@ -53,11 +53,11 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
     return config
 
 
-def _make_layout(compressor: compressors.Compressor, config: RunConfig) -> None:
+def _make_layout(schedule: Schedule, compressor: Compressor, config: RunConfig) -> Layout:
     try:
-        Layout(compressor, config.granularity, config.bucket_mb, config.exclude)
+        return layout_of(schedule, compressor, config.granularity, config.bucket_mb, config.exclude)
     except ValueError as error:
-        raise ConfigError(f"granularity: {error}") from error
+        raise ConfigError(f"{'schedule' if isinstance(schedule, Assigning) else 'granularity'}: {error}") from error
 
 
 def build_model(config: RunConfig) -> nn.Module:
@@ -140,7 +140,8 @@ def _described(compressor: Compressor) -> dict[str, Any]:
 
 def _without_idle_schedule(config: RunConfig) -> RunConfig:
     """`compression=none` alone must do: the schedule of the file then has nothing to choose."""
-    if config.compression.name != "none" or config.schedule.name == "static":
+    assigns = isinstance(build_schedule(config), Assigning)  # it may bring methods of its own
+    if config.compression.name != "none" or config.schedule.name == "static" or assigns:
         return config
     log.warning("compression is none, so schedule %s has nothing to choose and is left out", config.schedule.name)
     return RunConfig.model_validate(config.model_dump() | {"schedule": "static"})

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from typing import Any
+
+from hvdcomp.exchange import StepRecord
+from hvdcomp.schedules import UnitForm
 
 _ROUNDS = ("compress_s", "exchange_s", "wait_s", "decide_s")
 _EXCLUSIVE = ("compress_s", "wait_s", "decide_s")  # exchange_s spans waiting, and backward where they overlap
@@ -33,6 +37,7 @@ class Telemetry:
             "levels": record.levels,
             "gains": record.gains,
             "skipped": record.skipped,
+            **_assigned(record, getattr(self._optimizer.schedule, "units", ())),
             "bytes_sent": record.bytes_sent,
             "bytes_dense": record.bytes_dense,
             "bytes_received": record.bytes_received,
@@ -48,9 +53,10 @@ class Telemetry:
         context: AbstractContextManager[Any] = self._optimizer.untimed()
         return context
 
-    def set_samples(self, samples: int) -> None:
-        """How many samples the coming step processes on this worker."""
+    def tell(self, samples: int, loss: float, next_lr: float) -> None:
+        """What a schedule may ask of the coming step: this worker's samples and loss, and the rate of the one after."""
         self._optimizer.samples = samples
+        self._optimizer.loss, self._optimizer.next_lr = loss, next_lr
 
     def check_replicas(self) -> None:
         """Collective. Raises hvdcomp.ReplicaError when ranks hold different parameters."""
@@ -68,3 +74,19 @@ class Telemetry:
     @property
     def residual_nbytes(self) -> int:
         return int(self._optimizer.residual_nbytes)
+
+
+def _assigned(record: StepRecord, units: Sequence[UnitForm]) -> dict[str, Any]:
+    """What a schedule that assigns settings to units was told at the end of a phase, and what it changed."""
+    found: dict[str, Any] = {}
+    evidence = record.evidence
+    if evidence is not None and evidence.phase_steps:
+        found["phase"] = {
+            "steps": evidence.phase_steps,
+            "units": {unit.name: unit.shape for unit in units},
+            "sums": [astuple(sums) for sums in evidence.sums],
+            "overlaps": [astuple(overlap) for overlap in evidence.overlaps],
+        }
+    if record.switched:
+        found["switched"] = record.switched
+    return found

@@ -144,18 +144,20 @@ class Trainer:
 
         The iteration began where the last one ended, and so with loading the batch.
         """
-        lr = self.config.optimizer.lr * lr_factor(self.config.lr_schedule, self.step, total)
+        lr, next_lr = (
+            self.config.optimizer.lr * lr_factor(self.config.lr_schedule, step, total)
+            for step in (self.step, self.step + 1)
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.last_loss = self._step(batch)
+        self.last_loss = self._step(batch, next_lr)
         self.step += 1
         began, self._began = self._began, self.clock()
         record = self.telemetry.step_record(self._began - began)
         return {"step": self.step, "epoch": self.epoch, "loss": self.last_loss, "lr": lr, **record}
 
-    def _step(self, batch: Batch) -> float:
+    def _step(self, batch: Batch, next_lr: float) -> float:
         inputs, targets = (_to(part, self.worker.device) for part in (batch.inputs, batch.targets))
-        self.telemetry.set_samples(batch.samples)
         self.totals.samples += batch.samples
         if batch.first:
             begin_text(self.model)
@@ -163,8 +165,10 @@ class Trainer:
         loss = self.data.loss(self.model(inputs), targets)
         with self.recorder.watching(self.step + 1):
             (loss if batch.weight == 1 else loss * batch.weight).backward()
+        value = float(loss.detach())
+        self.telemetry.tell(batch.samples, value, next_lr)
         self.optimizer.step()
-        return float(loss.detach())
+        return value
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:

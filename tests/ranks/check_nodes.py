@@ -14,6 +14,7 @@ from unittest import mock
 
 import horovod.torch as hvd
 import torch
+from scripted import Scripted
 from torch import Tensor, nn
 
 import hvdcomp
@@ -260,6 +261,31 @@ def check_an_adaptive_schedule() -> None:
         sent.add(optimizer.last_step.cf)
     assert len(sent) > 1
     assert_alike(params.values())
+
+
+def check_a_schedule_that_assigns() -> None:
+    """By leaders, whose gradients are their nodes' means; also where some steps are dense between all workers."""
+    settings = [{"cf": 4}, {"name": "powersgd", "rank": 1}, {"name": "none"}]
+    for never_slower in (False, True):
+        params = parameters()
+        schedules = [Scripted(settings, {0: [0, 1, 2], 2: 2, 4: 1, 6: 0}, phase=3) for _ in range(2)]
+        optimizer = _wrap(params, "topk", lr=1.0, schedule=schedules[0], never_slower=never_slower)
+        nodes = _ranks_of_nodes(optimizer)
+        simulated = world(2, hvdcomp.TopK(), schedule=schedules[1])
+        applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for step in range(9):
+            _step(params, optimizer, gradients(step, me()))
+            means = simulated.step(_node_means(step, nodes))[0]
+            for name, mean in means.items():
+                applied[name] -= mean
+        assert_alike(params.values())
+        if not never_slower:
+            assert_close(params.values(), applied.values(), atol=1e-5)
+            if me() == 0:
+                for left, right in zip(schedules[0].seen, schedules[1].seen, strict=True):
+                    assert len(left.sums) == len(right.sums)
+                    for mine, other in zip(left.sums, right.sums, strict=True):
+                        assert abs(mine.norm - other.norm) < 1e-4
 
 
 def check_a_fault_between_nodes_is_raised_everywhere() -> None:
