@@ -105,7 +105,7 @@ class Assignment:
                 if part.assigned:
                     self.watch.see(part, run.flat_gradients(part), 1 / run.context.scale)
 
-    def see_plain(self, spec: Spec, gradients: Gradients, scale: float = 1.0) -> None:
+    def see_plain(self, spec: Spec, gradients: Gradients, scale: float) -> None:
         """Take note of the gradient of one tensor, which its mean is about to be written over."""
         if self._channel.root and (self.watch.sums or self.watch.overlaps):
             gradient = gradients.read(spec)

@@ -313,14 +313,14 @@ class Exchange:
         if not self._decided:
             self._launch(flight)
 
-    def start_plain(self, spec: Spec, gradients: Gradients, *, summed: bool = False) -> None:
+    def start_plain(self, spec: Spec, gradients: Gradients, *, scale: float = 1.0, summed: bool = False) -> None:
         """Begin the mean of one tensor of a plain bucket, unless it is under way; arguments as of :meth:`start`."""
         if spec.name not in self._plain:
             self._begin()
             self._summed = summed
             if self.assignment is not None:
                 with self._timed("decide_s"):
-                    self.assignment.see_plain(spec, gradients)
+                    self.assignment.see_plain(spec, gradients, scale)
             self._plain.start(spec, gradients)
 
     def _begin(self) -> None:

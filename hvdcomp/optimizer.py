@@ -425,17 +425,17 @@ class _Distributed(torch.optim.Optimizer):
         bucket, spec = self._place_of[name]
         self._missing[bucket.index] -= 1
         if isinstance(self._exchange, Exchange) and self._exchange.is_plain(bucket):
-            self._exchange.start_plain(spec, self._gradients, summed=self._summed)
+            self._exchange.start_plain(spec, self._gradients, scale=self._scale(), summed=self._summed)
         elif self._missing[bucket.index] == 0:
             self._start(self._exchange, bucket)
 
     def _start(self, exchange: Exchange | NodeExchange, bucket: Bucket) -> None:
         self._missing[bucket.index] = 0
+        scale = self._scale()
         if isinstance(exchange, Exchange) and exchange.is_plain(bucket):
             for spec in bucket.members:
-                exchange.start_plain(spec, self._gradients, summed=self._summed)
+                exchange.start_plain(spec, self._gradients, scale=scale, summed=self._summed)
             return
-        scale = float(self._grad_scaler.get_scale()) if self._grad_scaler is not None else 1.0
         decay: dict[str, float] = {}
         if self.compression.takes_momentum:
             hyper = self._hyper()
@@ -444,6 +444,9 @@ class _Distributed(torch.optim.Optimizer):
                 part.unit.hyper = hyper[part.members[0].name]
         gradients = _ParameterGradients(self._parameters, decay) if decay else self._gradients
         exchange.start(bucket, gradients, scale=scale, summed=self._summed)
+
+    def _scale(self) -> float:
+        return 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
 
     def _hyper(self) -> dict[str, Hyper]:
         """Each parameter's settings, as its group has them now; the compressor's own where it was given some."""

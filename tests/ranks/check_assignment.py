@@ -37,7 +37,7 @@ METHODS: tuple[Setting, ...] = (
     {"cf": 2},
 )
 PLAN = {0: [0, 1, 2], 1: [1, 2, 3], 2: 4, 3: [2, 5, 7], 4: [2, 0, 6], 6: 7, 7: 2}
-STEPS = 10
+STEPS = 12
 
 
 def _scripted(**given: Any) -> Scripted:
@@ -59,7 +59,8 @@ def check_equals_the_simulation() -> None:
     """Means, residuals and what changes; a trace of two ranks shows one decision."""
     params, schedule = parameters(), _scripted(phase=3)
     optimizer = wrap(params, hvdcomp.TopK(cf=5), lr=1.0, schedule=schedule)
-    world = World(2, hvdcomp.TopK(cf=5), schedule=_scripted(phase=3), exclude=("1d",))
+    simulated = _scripted(phase=3)
+    world = World(2, hvdcomp.TopK(cf=5), schedule=simulated, exclude=("1d",))
     expected = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(STEPS):
         (switched,) = _run(optimizer, params, range(step, step + 1))
@@ -74,9 +75,16 @@ def check_equals_the_simulation() -> None:
     for name, residual in residuals(optimizer).items():
         assert_close([residual], [world.residual(me(), name)], atol=1e-5)
     if me() == 0:
-        assert [evidence.phase_steps for evidence in schedule.seen] == [0, 0, 3] * 3 + [0]
+        assert [evidence.phase_steps for evidence in schedule.seen] == [0, 0, 3] * 4
         assert [evidence.loss for evidence in schedule.seen] == [float(step) for step in range(STEPS)]
         assert {evidence.lr for evidence in schedule.seen} == {1.0}
+        for evidence, other in zip(schedule.seen, simulated.seen, strict=True):  # the last steps are plain, in place
+            for sums, expected in zip(evidence.sums, other.sums, strict=True):
+                assert abs(sums.total - expected.total) < 1e-4, evidence.step
+                assert abs(sums.norm - expected.norm) < 1e-4, evidence.step
+            for overlap, wanted in zip(evidence.overlaps, other.overlaps, strict=True):
+                assert abs(overlap.residual_sum - wanted.residual_sum) < 1e-3, evidence.step
+                assert abs(overlap.sum_squares - wanted.sum_squares) < 1e-3, evidence.step
         assert optimizer.schedule_nbytes > 0
     else:
         assert schedule.seen == []
