@@ -74,10 +74,13 @@ class ScheduleChoice(_Choice):
 
 class OptimizerConfig(_Section):
     name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="torch's optimizer of that name")
-    lr: float = Field(0.1, gt=0, description="learning rate at its highest; never scaled by the number of workers")
+    lr: float = Field(0.1, gt=0, description="learning rate; see lr_schedule.scale_by_workers")
     momentum: float = Field(0.0, ge=0, lt=1, description="of sgd; 0 is none")
     nesterov: bool = Field(False, description="Nesterov's form of the momentum, for sgd")
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty (adamw: decoupled); 0 is none")
+    clip_norm: float | None = Field(
+        None, gt=0, description="the mean gradient's norm is cut down to it, after the exchange; null: it is not"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> OptimizerConfig:
@@ -93,13 +96,24 @@ class LrScheduleConfig(_Section):
         "constant", description="step: times `factor` at each milestone; cosine: down to 0 at the end of the run"
     )
     warmup_steps: int = Field(0, ge=0, description="steps of linear rise from 0 to lr at the start")
+    warmup_epochs: float = Field(0.0, ge=0, description="the same in passes over the training data")
+    scale_by_workers: bool = Field(
+        False, description="the warm-up rises from lr to lr * workers, and all that follows is that much higher"
+    )
     milestones: list[int] = Field([], description="steps (counted from 0) at which `step` multiplies the rate")
+    milestone_epochs: list[float] = Field([], description="the same in passes over the training data")
     factor: float = Field(0.1, gt=0, lt=1, description="what `step` multiplies the rate by at each milestone")
 
     @model_validator(mode="after")
     def _possible(self) -> LrScheduleConfig:
-        if (self.name == "step") != bool(self.milestones):
-            raise ValueError(f"milestones belong to `step`, which needs some; given: {self.name}, {self.milestones}")
+        milestones = [*self.milestones, *self.milestone_epochs]
+        if (self.name == "step") != bool(milestones):
+            raise ValueError(f"milestones belong to `step`, which needs some; given: {self.name}, {milestones}")
+        if self.warmup_epochs and (self.warmup_steps or self.name == "cosine"):
+            raise ValueError(
+                f"warmup_epochs goes with neither warmup_steps nor cosine; given: {self.name}, {self.warmup_steps}; "
+                "give warmup_steps alone"
+            )
         return self
 
 
@@ -133,6 +147,15 @@ class RunConfig(_Section):
     network: NetworkConfig = Field(
         NetworkConfig(), description="a modelled network, whose times take the place of measured ones"
     )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of each target that is spread over all classes in training"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of forward and backward passes (automatic mixed precision); fp16 with a scaled loss"
+    )
+    accumulate: int = Field(
+        1, ge=1, description="batches of data.batch_size whose gradients are summed up before each exchange and step"
+    )
     epochs: int = Field(10, ge=1, description="length of the run in passes over the training data")
     steps: int | None = Field(None, ge=1, description="length of the run in steps; overrides `epochs`; null: not given")
     seed: int = Field(0, ge=0, lt=2**32, description="of initial weights, batch order and dropout")
@@ -151,6 +174,12 @@ class RunConfig(_Section):
         description="rank 0's raw gradients of so many steps, spread evenly over the run, are kept in "
         "run_dir/gradients",
     )
+
+    @model_validator(mode="after")
+    def _possible(self) -> RunConfig:
+        if self.record_gradients and self.precision == "fp16":
+            raise ValueError("record_gradients goes with fp32 and bf16: in fp16 the gradients are of a scaled loss")
+        return self
 
     def to_yaml(self) -> str:
         """The file that loads to this configuration again."""

@@ -58,6 +58,8 @@ FAULTS = [
     ("optimizer=adam optimizer.momentum=.5", "optimizer", "belong to sgd", "adam has its own"),
     ("lr_schedule=step", "lr_schedule", "milestones belong to `step`", "given: step, []"),
     ("lr_schedule.milestones=[3]", "lr_schedule", "milestones belong to `step`", "given: constant, [3]"),
+    ("lr_schedule.warmup_epochs=1 lr_schedule.warmup_steps=3", "lr_schedule", "goes with neither", "constant, 3"),
+    ("lr_schedule=cosine lr_schedule.warmup_epochs=1", "lr_schedule", "goes with neither", "give warmup_steps alone"),
     ("steps", "'steps'", "key=value", "optimizer.lr=0.05"),
     ("=3", "'=3'", "key=value", ""),
     ("optimizer..lr=3", "'optimizer..lr=3'", "key=value", ""),

@@ -29,7 +29,7 @@ from hvdcomp.training.checkpoint import CheckpointError, find_latest, load_own, 
 from hvdcomp.training.data import as_data, batches, cut, digits, epoch_order
 from hvdcomp.training.data import test_batches as batches_of_tests
 from hvdcomp.training.gradients import load_gradients
-from hvdcomp.training.lr import lr_factor
+from hvdcomp.training.lr import Position, lr_factor
 from hvdcomp.training.metrics import PARTS, MetricsLog, Totals
 from hvdcomp.training.models import MODELS, digest, parameter_count
 from hvdcomp.training.parts import build_data, build_model
@@ -146,10 +146,18 @@ def test_a_digest_sees_every_bit() -> None:
         ({"name": "step", "milestones": [1, 3], "factor": 0.5}, [1, 0.5, 0.5, 0.25, 0.25]),
         ({"name": "cosine"}, [1, 0.853553, 0.5, 0.146447, 0]),
         ({"name": "cosine", "warmup_steps": 2}, [0.5, 1, 1, 0.5, 0]),
+        ({"warmup_epochs": 1.0}, [0.5, 1, 1, 1, 1]),
+        ({"name": "step", "milestone_epochs": [1.0, 1.5]}, [1, 1, 0.1, 0.01, 0.01]),
+        ({"scale_by_workers": True}, [3, 3, 3, 3, 3]),
+        ({"scale_by_workers": True, "warmup_steps": 4}, [1.5, 2, 2.5, 3, 3]),
+        ({"scale_by_workers": True, "warmup_epochs": 1.0, "name": "step", "milestones": [3]}, [2, 3, 3, 0.3, 0.3]),
+        ({"scale_by_workers": True, "name": "cosine"}, [3, 2.560660, 1.5, 0.439340, 0]),
     ],
 )
 def test_learning_rates(config: dict[str, Any], expected: list[float]) -> None:
-    factors = [lr_factor(LrScheduleConfig(**config), step, total=4) for step in range(5)]
+    """Of three workers, two steps an epoch."""
+    at = [Position(step, 4, step / 2, (step + 1) / 2, workers=3) for step in range(5)]
+    factors = [lr_factor(LrScheduleConfig(**config), position) for position in at]
     assert factors == pytest.approx(expected, abs=1e-6)
 
 

@@ -103,6 +103,8 @@ class Batch:
     samples: int
     weight: float
     """What the local mean loss counts, so that the mean over workers is the mean over all samples; 1.0 mostly."""
+    total: int
+    """Samples of all workers in this step."""
     end: int
     """Samples of this epoch that all workers together have seen after this step."""
     first: bool = False
@@ -148,7 +150,7 @@ def batches(
     spans = cut(total, start, workers, batch_size)
     mine = [order[lo + worker : hi : workers].tolist() for lo, hi in spans]
     for (lo, hi), (inputs, targets), indices in zip(spans, _load(dataset, mine), mine, strict=True):
-        yield Batch(inputs, targets, len(indices), len(indices) * workers / (hi - lo), hi)
+        yield Batch(inputs, targets, len(indices), len(indices) * workers / (hi - lo), hi - lo, hi)
 
 
 def test_batches(dataset: Dataset[Any], *, worker: int, workers: int, batch_size: int) -> Iterator[Any]:

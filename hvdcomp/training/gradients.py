@@ -50,7 +50,7 @@ class GradientRecorder:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around the backward pass of a step."""
+        """Around the backward passes of a step, whose gradients are summed."""
         with ExitStack() as stack:
             if step in self._steps:
                 for name, parameter in self._model.named_parameters():
@@ -70,7 +70,8 @@ class GradientRecorder:
         def copy(gradient: Tensor) -> None:
             with self._untimed():
                 dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-                self._copies[name] = dense.to("cpu", torch.float32, copy=True).contiguous()
+                copied = dense.to("cpu", torch.float32, copy=True).contiguous()
+                self._copies[name] = copied.add_(self._copies[name]) if name in self._copies else copied
 
         return copy
 

@@ -27,8 +27,8 @@ class MetricsLog:
     two CFs that were evaluated) and gains (the smoothed gain at each), skipped; bytes_sent (handed to collectives),
     bytes_dense (what plain Horovod would have handed over), bytes_received, messages (of its collectives, one after the
     other), elements (that each method compressed); and the `TIMES` in seconds, those of the modelled network if there
-    is one. After a step that was followed by an evaluation: accuracy, test_loss and (of a text) perplexity, over the
-    test set, of all workers. null: not known.
+    is one. After a step that was followed by an evaluation: accuracy, top5_accuracy, test_loss and (of a text)
+    perplexity, over the test set, of all workers. null: not known.
 
     Under a schedule that assigns settings to units (tensors): switched, where some change (unit: its setting from the
     next step on); and at the end of a phase over which gradients were added up, phase: its steps, units (name: shape),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdcomp import compressors, schedules
 from hvdcomp.buckets import Layout
@@ -101,6 +103,17 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     return adaptive(parameters, lr=config.lr, weight_decay=config.weight_decay)
 
 
+def training_loss(data: Data, config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The data set's loss, with label smoothing where it is configured (TypeError of a loss that knows none)."""
+    smoothing = {"label_smoothing": config.label_smoothing} if config.label_smoothing else {}
+    return functools.partial(data.loss, **smoothing)
+
+
+def steps_of_epoch(data: Data, config: RunConfig, workers: int, start: int = 0) -> int:
+    """Steps from `start` samples on (of all workers) to the epoch's end. Raises ValueError for too many workers."""
+    return math.ceil(len(epoch_spans(data.train, start, workers, config.data.batch_size)) / config.accumulate)
+
+
 def _with_defaults(config: RunConfig, workers: int) -> RunConfig:
     model = _resolved_params(MODELS, "model", config.model.name, config.model.params)
     data = _resolved_params(DATASETS, "data", config.data.name, config.data.params)
@@ -127,8 +140,8 @@ def _with_steps_each(config: RunConfig, workers: int) -> RunConfig:
         raise ConfigError(f"schedule: give steps_each or epochs_each, not both, got {given['steps_each']} and {epochs}")
     hint = "epochs for which each factor holds"
     epochs = _make("schedule", lambda: check_count("epochs_each", 1 if epochs is None else epochs, hint=hint), {})
-    train = build_data(config).train
-    per_epoch = len(_make("data", lambda: epoch_spans(train, 0, workers, config.data.batch_size), {}))
+    data = build_data(config)
+    per_epoch = _make("data", lambda: steps_of_epoch(data, config, workers), {})
     given["steps_each"] = epochs * per_epoch
     return RunConfig.model_validate(config.model_dump() | {"schedule": {"name": Warmup.name, **given}})
 
@@ -152,7 +165,9 @@ def _check_fit(model: nn.Module, data: Data, config: RunConfig, workers: int) ->
         epoch_spans(data.train, 0, workers, config.data.batch_size)
         inputs, targets = next(test_batches(data.test, worker=0, workers=1, batch_size=1))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            data.loss(model.eval()(inputs), targets)
+            outputs = model.eval()(inputs)
+            data.loss(outputs, targets)
+            training_loss(data, config)(outputs, targets)
     except Exception as error:
         raise ConfigError(
             f"model {config.model.name} and data {config.data.name} do not fit: {_located(error)}"

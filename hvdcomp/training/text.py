@@ -59,7 +59,7 @@ class Text(Stream):
                 continue
             inputs, targets = self._windows(mine, begin, stop)
             count = int((targets != IGNORED).sum())
-            yield Batch(inputs, targets, count, count * workers / (hi - lo), hi, first=begin == 0)
+            yield Batch(inputs, targets, count, count * workers / (hi - lo), hi - lo, hi, first=begin == 0)
 
     def test_batches(self, worker: int, workers: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Always of `TEST_STREAMS` streams, so that what is found depends on neither batch size nor workers.
@@ -96,9 +96,11 @@ class Text(Stream):
         return self.words[at], self.words[at + 1].where(inside, IGNORED)
 
 
-def word_loss(scores: Tensor, words: Tensor) -> Tensor:
+def word_loss(scores: Tensor, words: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy of the next word. Shapes: (batch, words, vocabulary), (batch, words) -> ()."""
-    return nn.functional.cross_entropy(scores.flatten(0, -2), words.flatten(), ignore_index=IGNORED)
+    return nn.functional.cross_entropy(
+        scores.flatten(0, -2), words.flatten(), ignore_index=IGNORED, label_smoothing=label_smoothing
+    )
 
 
 def language_data(train: Sequence[str], test: Sequence[str], vocabulary: int | None, window: int, sha256: str) -> Data:

@@ -6,8 +6,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from torch import Tensor, nn
 from hvdcomp.config import ConfigError, RunConfig
 from hvdcomp.training import checkpoint, parts
 from hvdcomp.training.checkpoint import Latest
-from hvdcomp.training.data import IGNORED, Batch, batches, epoch_spans, test_batches
+from hvdcomp.training.data import IGNORED, Batch, batches, test_batches
 from hvdcomp.training.gradients import GradientRecorder, recorded_steps
-from hvdcomp.training.lr import lr_factor
+from hvdcomp.training.lr import Position, lr_factor
 from hvdcomp.training.metrics import MetricsLog, Totals
 from hvdcomp.training.modelled import ModelledClock, step_times
-from hvdcomp.training.models import begin_text, digest, evaluating, parameter_count
+from hvdcomp.training.models import digest, evaluating, parameter_count
 from hvdcomp.training.progress import Display, make_console, make_display, show_summary
 from hvdcomp.training.run_folder import RunFolder
+from hvdcomp.training.step import Step, autocast, make_scaler, to_device
 from hvdcomp.training.telemetry import Telemetry
 from hvdcomp.training.verdict import dense_exchange_s, sentence
 from hvdcomp.training.worker import Worker, seed_everything
@@ -56,9 +58,13 @@ class Trainer:
         self.samples = len(self.data.train)  # type: ignore[arg-type]
         self.clock = self._make_clock()
         self.model = parts.build_model(config).to(worker.device)
+        self.scaler = make_scaler(config, worker.device)
         self.optimizer = self._wrap(parts.build_optimizer(config.optimizer, self.model))
         if isinstance(self.clock, ModelledClock):
             self.clock.watch(self.optimizer)
+        self.stepper = Step(
+            config, worker.device, self.model, self.optimizer, parts.training_loss(self.data, config), self.scaler
+        )
         self.telemetry = Telemetry(self.optimizer)
         self.totals = Totals()
         self.step, self.epoch, self.seen = 0, 0, 0
@@ -97,17 +103,14 @@ class Trainer:
         """Steps that the run has when it is done."""
         if self.config.steps is not None:
             return self.config.steps
-        per_epoch, rest = (
-            len(epoch_spans(self.data.train, start, self.worker.count, self.config.data.batch_size))
-            for start in (0, self.seen)
-        )
+        per_epoch, rest = (parts.steps_of_epoch(self.data, self.config, self.worker.count, at) for at in (0, self.seen))
         return self.step + rest + per_epoch * max(0, self.config.epochs - self.epoch - 1)
 
     def _train(self, metrics: Any, display: Display, began: float) -> dict[str, float]:
         total, result = self.total_steps, {}
         self._began = self.clock()
-        for batch in self._batches(total):
-            row = self._timed_step(batch, total)
+        for group in self._groups(total):
+            row = self._timed_step(group, total)
             with self._untimed():
                 last = self.step == total
                 if last or _due(self.step, self.config.evaluate_every):
@@ -120,8 +123,11 @@ class Trainer:
                 self._safeguard()
         return result or self.evaluate()
 
-    def _batches(self, total: int) -> Iterator[Batch]:
-        """Batches until the run is done; the position is kept up to date for checkpoints."""
+    def _groups(self, total: int) -> Iterator[list[Batch]]:
+        """The batches of each step until the run is done; the position is kept up to date for checkpoints.
+
+        The last step of an epoch takes what is left.
+        """
         while self.step < total:
             shard = batches(
                 self.data.train,
@@ -132,43 +138,37 @@ class Trainer:
                 workers=self.worker.count,
                 batch_size=self.config.data.batch_size,
             )
-            for batch in shard:
-                self.seen = batch.end
-                yield batch
+            while group := list(islice(shard, self.config.accumulate)):
+                self.seen = group[-1].end
+                yield group
                 if self.step >= total:
                     return
             self.epoch, self.seen = self.epoch + 1, 0
 
-    def _timed_step(self, batch: Batch, total: int) -> dict[str, Any]:
+    def _timed_step(self, batches: Sequence[Batch], total: int) -> dict[str, Any]:
         """One step, and its line of metrics.jsonl; the loss is this worker's own, of its part of the batch.
 
         The iteration began where the last one ended, and so with loading the batch.
         """
-        lr, next_lr = (
-            self.config.optimizer.lr * lr_factor(self.config.lr_schedule, step, total)
-            for step in (self.step, self.step + 1)
-        )
+        at = self._position(batches, total)
+        lr, next_lr = (self.config.optimizer.lr * lr_factor(self.config.lr_schedule, one) for one in (at, at.following()))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.last_loss = self._step(batch, next_lr)
+        samples = sum(batch.samples for batch in batches)
+        self.totals.samples += samples
+        with self.recorder.watching(self.step + 1):
+            self.last_loss = self.stepper.backward(batches)
+        self.telemetry.tell(samples, self.last_loss, next_lr)
+        self.stepper.update()
         self.step += 1
         began, self._began = self._began, self.clock()
         record = self.telemetry.step_record(self._began - began)
         return {"step": self.step, "epoch": self.epoch, "loss": self.last_loss, "lr": lr, **record}
 
-    def _step(self, batch: Batch, next_lr: float) -> float:
-        inputs, targets = (_to(part, self.worker.device) for part in (batch.inputs, batch.targets))
-        self.totals.samples += batch.samples
-        if batch.first:
-            begin_text(self.model)
-        self.optimizer.zero_grad()
-        loss = self.data.loss(self.model(inputs), targets)
-        with self.recorder.watching(self.step + 1):
-            (loss if batch.weight == 1 else loss * batch.weight).backward()
-        value = float(loss.detach())
-        self.telemetry.tell(batch.samples, value, next_lr)
-        self.optimizer.step()
-        return value
+    def _position(self, batches: Sequence[Batch], total: int) -> Position:
+        before = batches[0].end - batches[0].total
+        epoch, epoch_after = (self.epoch + seen / self.samples for seen in (before, self.seen))
+        return Position(self.step, total, epoch, epoch_after, self.worker.count)
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
@@ -188,22 +188,23 @@ class Trainer:
     # -- evaluation
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy and mean loss on the test set, each worker taking its share of it; collective.
+        """Accuracy, top-5 accuracy and mean loss on the test set, each worker taking its share of it; collective.
 
         Of a text also the perplexity, and its accuracy is the share of words that were thought the likeliest.
         Where the model has batch norm, each worker uses the running statistics of its own batches.
         """
         import horovod.torch as hvd
 
-        sums = torch.zeros(3, dtype=torch.float64)
-        with evaluating(self.model):
+        sums = torch.zeros(4, dtype=torch.float64)
+        with evaluating(self.model), autocast(self.config, self.worker.device):
             for inputs, targets in self._test_batches():
                 outputs = self.model(inputs)
                 count = (targets != IGNORED).sum().item()
-                correct = (outputs.argmax(-1) == targets).sum().item()
-                sums += torch.tensor([count, count * float(self.data.loss(outputs, targets)), correct])
-        count, loss, correct = hvd.allreduce(sums, op=hvd.Sum, name="hvdcomp.evaluation").tolist()
-        result = {"accuracy": correct / count, "test_loss": loss / count}
+                hits = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
+                first, any_of_five = hits[..., 0].sum().item(), hits.sum().item()
+                sums += torch.tensor([count, count * float(self.data.loss(outputs, targets)), first, any_of_five])
+        count, loss, first, any_of_five = hvd.allreduce(sums, op=hvd.Sum, name="hvdcomp.evaluation").tolist()
+        result = {"accuracy": first / count, "top5_accuracy": any_of_five / count, "test_loss": loss / count}
         return result | ({"perplexity": _exp(loss / count)} if self.data.metric == "perplexity" else {})
 
     def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -211,7 +212,7 @@ class Trainer:
         for pair in test_batches(
             self.data.test, worker=self.worker.index, workers=self.worker.count, batch_size=4 * size
         ):
-            inputs, targets = (_to(part, self.worker.device) for part in pair)
+            inputs, targets = (to_device(part, self.worker.device) for part in pair)
             yield inputs, targets
 
     # -- checkpoints
@@ -223,6 +224,7 @@ class Trainer:
         shared = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "totals": self.totals.state_dict(),
             "position": {"step": self.step, "epoch": self.epoch, "seen": self.seen},
             "loss": self.last_loss,
@@ -255,6 +257,7 @@ class Trainer:
         self.model.load_state_dict(shared["model"])
         self.model.load_state_dict(own["buffers"], strict=False)
         self.optimizer.load_state_dict(shared["optimizer"])
+        self.scaler.load_state_dict(shared["scaler"])
         self.telemetry.restore([part["compressor"] for part in owns], on_world_change)
         self.totals = Totals(**shared["totals"])
         self.last_loss = shared["loss"]
@@ -294,6 +297,7 @@ class Trainer:
             bucket_mb=config.bucket_mb,
             exclude=config.exclude,
             never_slower=config.never_slower,
+            grad_scaler=self.scaler if self.scaler.is_enabled() else None,
         )
 
     def _make_recorder(self) -> GradientRecorder:
@@ -391,7 +395,3 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """What `state_dict` holds besides the parameters: batch norm's running statistics, for one; local to a worker."""
     parameters = dict(model.named_parameters())
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
