@@ -10,6 +10,7 @@ INSTALL_REQUIRES = [
     "numba>=0.60",
     "numpy>=1.26",
     "packaging>=23",  # Horovod's
+    "pillow>=10",
     "psutil>=5.9",  # Horovod's
     "pydantic>=2.6",
     "PyYAML>=6",

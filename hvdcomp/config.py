@@ -60,6 +60,7 @@ class DataChoice(_Choice):
         "returning (train, test) or a hvdcomp.training.data.Data",
     )
     batch_size: int = Field(32, ge=1, description="samples per worker and step")
+    readers: int = Field(0, ge=0, description="threads that read samples ahead, for image files; 0: none")
 
 
 class CompressionChoice(_Choice):

@@ -135,7 +135,7 @@ def test_a_loss_that_knows_no_label_smoothing_is_told_before_the_run() -> None:
 
 def test_steps_of_an_epoch() -> None:
     config = parse({"data": {"name": "digits", "batch_size": 2}, "accumulate": 2})
-    data = Data(blobs(), blobs())  # batches of 4, 4 and 3 samples of two workers
+    data = Data(blobs(12), blobs())  # three batches of 4 samples of two workers
     assert [steps_of_epoch(data, config, 2, start) for start in (0, 4, 8)] == [2, 1, 1]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from hvdcomp.training.registry import Registry
 
@@ -131,6 +133,26 @@ class Stream(Dataset[Any]):
         """A worker's share of an evaluation, (inputs, targets) at a time, in order."""
 
 
+class RandomDataset(Dataset[Any]):
+    """Samples that chance changes, such as crops: the same in each run of a seed, whoever draws them, and when.
+
+    Training draws each sample anew in every epoch, from the run's seed, the epoch and the sample's number. By its
+    number alone a sample comes as in the first epoch of seed 0.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def draw(self, index: int, chance: random.Random) -> tuple[Any, Any]:
+        """The (input, target) of that number, changed by `chance`."""
+
+    def __getitem__(self, key: int | tuple[int, int, int]) -> tuple[Any, Any]:
+        """By its number, or by (number, seed, epoch)."""
+        index, seed, epoch = (key, 0, 0) if isinstance(key, int) else key
+        return self.draw(index, random.Random(f"{seed}/{epoch}/{index}"))
+
+
 def epoch_spans(dataset: Dataset[Any], start: int, workers: int, batch_size: int) -> list[tuple[int, int]]:
     """(from, to) of each step of an epoch, in samples of all workers, from `start` on. Raises ValueError as `cut`."""
     if isinstance(dataset, Stream):
@@ -139,28 +161,58 @@ def epoch_spans(dataset: Dataset[Any], start: int, workers: int, batch_size: int
 
 
 def batches(
-    dataset: Dataset[Any], *, seed: int, epoch: int, start: int, worker: int, workers: int, batch_size: int
+    dataset: Dataset[Any],
+    *,
+    seed: int,
+    epoch: int,
+    start: int,
+    worker: int,
+    workers: int,
+    batch_size: int,
+    readers: int = 0,
 ) -> Iterator[Batch]:
-    """This worker's batches of an epoch, from `start` samples on (of all workers together)."""
+    """This worker's batches of an epoch, from `start` samples on (of all workers together).
+
+    Args:
+        readers: threads that make samples ahead of their use; 0: none, the caller makes them.
+    """
     if isinstance(dataset, Stream):
         yield from dataset.batches(start, worker, workers, batch_size)
         return
     total = len(dataset)  # type: ignore[arg-type]
     order = epoch_order(total, seed, epoch)
     spans = cut(total, start, workers, batch_size)
-    mine = [order[lo + worker : hi : workers].tolist() for lo, hi in spans]
-    for (lo, hi), (inputs, targets), indices in zip(spans, _load(dataset, mine), mine, strict=True):
+    mine: list[list[Any]] = [order[lo + worker : hi : workers].tolist() for lo, hi in spans]
+    if isinstance(dataset, RandomDataset):
+        mine = [[(index, seed, epoch) for index in indices] for indices in mine]
+    for (lo, hi), (inputs, targets), indices in zip(spans, _load(dataset, mine, readers), mine, strict=True):
         yield Batch(inputs, targets, len(indices), len(indices) * workers / (hi - lo), hi - lo, hi)
 
 
-def test_batches(dataset: Dataset[Any], *, worker: int, workers: int, batch_size: int) -> Iterator[Any]:
+def test_batches(
+    dataset: Dataset[Any],
+    *,
+    worker: int,
+    workers: int,
+    batch_size: int,
+    readers: int = 0,  # noqa: PT028 - this is no test
+) -> Iterator[Any]:
     """This worker's share of a test set, (inputs, targets) at a time; all shares together hold each sample once."""
     if isinstance(dataset, Stream):
         return dataset.test_batches(worker, workers, batch_size)
     mine = range(worker, len(dataset), workers)  # type: ignore[arg-type]
-    return _load(dataset, [list(mine[i : i + batch_size]) for i in range(0, len(mine), batch_size)])
+    return _load(dataset, [list(mine[i : i + batch_size]) for i in range(0, len(mine), batch_size)], readers)
 
 
-def _load(dataset: Dataset[Any], index_lists: list[list[int]]) -> Iterator[Any]:
-    generator = torch.Generator()  # the loader draws a seed from it, else from the global generator
-    return iter(DataLoader(dataset, batch_sampler=index_lists, generator=generator))
+def _load(dataset: Dataset[Any], key_lists: list[list[Any]], readers: int) -> Iterator[Any]:
+    """Each list's samples as one batch; with readers, the next batch is made while this one is used."""
+    if readers == 0:
+        for keys in key_lists:
+            yield default_collate([dataset[key] for key in keys])
+        return
+    with ThreadPoolExecutor(readers) as pool:
+        ahead: list[Future[Any]] = []
+        for keys in [*key_lists, []]:
+            now, ahead = ahead, [pool.submit(dataset.__getitem__, key) for key in keys]
+            if now:
+                yield default_collate([sample.result() for sample in now])

@@ -44,7 +44,7 @@ def lr_factor(config: LrScheduleConfig, at: Position) -> float:
         passed += sum(at.epoch >= epoch for epoch in config.milestone_epochs)
         return peak * config.factor**passed
     if config.name == "cosine":
-        done = (at.step - config.warmup_steps) / max(1, at.total - config.warmup_steps)
+        done = max(0, at.step - config.warmup_steps) / max(1, at.total - config.warmup_steps)
         return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     return float(peak)
 

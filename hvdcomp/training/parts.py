@@ -19,7 +19,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
 from hvdcomp.plugin import AUTO, automatic, layout_of
 from hvdcomp.schedules import Assigning, Schedule, Warmup
-from hvdcomp.training import text  # noqa: F401 - it registers its data sets
+from hvdcomp.training import images, text  # noqa: F401 - they register their data sets
 from hvdcomp.training.data import DATASETS, Data, as_data, epoch_spans, test_batches
 from hvdcomp.training.models import MODELS
 from hvdcomp.training.registry import Entry, Registry
@@ -117,7 +117,7 @@ def steps_of_epoch(data: Data, config: RunConfig, workers: int, start: int = 0) 
 def _with_defaults(config: RunConfig, workers: int) -> RunConfig:
     model = _resolved_params(MODELS, "model", config.model.name, config.model.params)
     data = _resolved_params(DATASETS, "data", config.data.name, config.data.params)
-    own = {"name": config.data.name, "batch_size": config.data.batch_size}
+    own = {"name": config.data.name, "batch_size": config.data.batch_size, "readers": config.data.readers}
     if config.compression.name == AUTO and not config.compression.params:
         chosen = _described(automatic(workers))
         config = RunConfig.model_validate(config.model_dump() | {"compression": chosen, "never_slower": True})

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -151,3 +152,63 @@ def pydoc(vocabulary: int = 2000, window: int = 20, test_fraction: float = 0.1, 
 def _words(text: str) -> list[str]:
     paragraphs = re.split(r"\n\s*\n", text.lower())
     return [word for paragraph in paragraphs for word in (*re.findall(r"\w+|[^\w\s]", paragraph), END)]
+
+
+@DATASETS.register("ptb")
+def ptb(root: str = "data", vocabulary: int | None = None, window: int = 35, held_out: str = "test") -> Data:
+    """The Penn Treebank's text as Mikolov prepared it, 10,000 words; nothing is downloaded.
+
+    Args:
+        root: folder that holds ptb.train.txt and ptb.test.txt, or ptb/ or simple-examples/data/ with them.
+        vocabulary: number of words, the most frequent of the training text; null: all.
+        window: words of each stream in a step (bptt).
+        held_out: "test" or "valid", the text that is evaluated.
+
+    Shapes: (batch, words) int64 each, the targets a word further on; samples are counted in words.
+    """
+    folders = (".", "ptb", "simple-examples/data")
+    return _from_files("the Penn Treebank", root, folders, "ptb.{}.txt", vocabulary, window, held_out)
+
+
+@DATASETS.register("wikitext2")
+def wikitext2(root: str = "data", vocabulary: int | None = None, window: int = 35, held_out: str = "test") -> Data:
+    """WikiText-2, its 33,278 words as its files separate them (not by spaCy, as Accordion did); nothing is downloaded.
+
+    Args:
+        root: folder that holds wiki.train.tokens and wiki.test.tokens, or wikitext-2/ with them.
+        vocabulary: number of words, the most frequent of the training text; null: all.
+        window: words of each stream in a step (bptt).
+        held_out: "test" or "valid", the text that is evaluated.
+
+    Shapes: (batch, words) int64 each, the targets a word further on; samples are counted in words.
+    """
+    return _from_files("WikiText-2", root, (".", "wikitext-2"), "wiki.{}.tokens", vocabulary, window, held_out)
+
+
+def _from_files(
+    name: str,
+    root: str,
+    folders: Sequence[str],
+    pattern: str,
+    vocabulary: int | None,
+    window: int,
+    held_out: str,
+) -> Data:
+    if held_out not in ("test", "valid"):
+        raise ValueError(f'held_out must be "test" or "valid", got {held_out!r}')
+    base = Path(root).expanduser()
+    parts = [pattern.format("train"), pattern.format(held_out)]
+    folder = next((base / f for f in folders if (base / f / parts[0]).is_file()), base)
+    for part in parts:
+        if not (folder / part).is_file():
+            raise ValueError(
+                f"{(folder / part).resolve()} is missing: {name} consists of text files {pattern.format('train')}, "
+                f"{pattern.format('valid')} and {pattern.format('test')}, words separated by blanks, a sentence or "
+                "paragraph a line; data.root=FOLDER says where they are"
+            )
+    contents = [(folder / part).read_bytes() for part in parts]
+    train, test = (
+        [word for line in content.decode().splitlines() for word in (*line.split(), END)] for content in contents
+    )
+    size = None if vocabulary is None else check_count("vocabulary", vocabulary, hint="number of words")
+    return language_data(train, test, size, window, hashlib.sha256(b"".join(contents)).hexdigest())

@@ -137,6 +137,7 @@ class Trainer:
                 worker=self.worker.index,
                 workers=self.worker.count,
                 batch_size=self.config.data.batch_size,
+                readers=self.config.data.readers,
             )
             while group := list(islice(shard, self.config.accumulate)):
                 self.seen = group[-1].end
@@ -151,7 +152,7 @@ class Trainer:
         The iteration began where the last one ended, and so with loading the batch.
         """
         at = self._position(batches, total)
-        lr, next_lr = (self.config.optimizer.lr * lr_factor(self.config.lr_schedule, one) for one in (at, at.following()))
+        lr, next_lr = (self._lr(position) for position in (at, at.following()))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         samples = sum(batch.samples for batch in batches)
@@ -164,6 +165,9 @@ class Trainer:
         began, self._began = self._began, self.clock()
         record = self.telemetry.step_record(self._began - began)
         return {"step": self.step, "epoch": self.epoch, "loss": self.last_loss, "lr": lr, **record}
+
+    def _lr(self, at: Position) -> float:
+        return self.config.optimizer.lr * lr_factor(self.config.lr_schedule, at)
 
     def _position(self, batches: Sequence[Batch], total: int) -> Position:
         before = batches[0].end - batches[0].total
