@@ -31,6 +31,23 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure what methods cost and save on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+NetworkName = Annotated[
+    str | None, typer.Option(help="Instead of CONFIG: resnet50, resnet101, vgg16, lstm-ptb, bert-base, ...")
+]
+ProbeFile = Annotated[Path | None, typer.Option("--probe", metavar="FILE", help="What `hvdcomp probe` measured.")]
+Bandwidth = Annotated[str | None, typer.Option(help="Of a worker's (or a node's) link, such as 10gbit.")]
+Latency = Annotated[float | None, typer.Option(min=0, help="Seconds of one message; default: 2e-5.")]
+Workers = Annotated[int | None, typer.Option("-np", "--workers", min=1, help="Workers; default: the probe's.")]
+Compute = Annotated[float | None, typer.Option(min=0, help="Seconds of a backward pass; default: the probe's.")]
+Rest = Annotated[float | None, typer.Option(min=0, help="Seconds of a step beside it and the exchange; default: 0.")]
+Gamma = Annotated[float | None, typer.Option(min=1, help="Slow-down of the backward pass by communication.")]
+Device = Annotated[
+    str | None, typer.Option(help="Whose costs of methods to take without a probe: v100 (default), cpu.")
+]
+PerNode = Annotated[int | None, typer.Option(min=1, help="Workers of a node, which share its link; default: 1.")]
+Inside = Annotated[str | None, typer.Option(help="Bandwidth between the workers of a node, such as 100gbit.")]
+Formulas = Annotated[Literal["ours", "paper"], typer.Option(help="Our model, or the paper's formulas as they stand.")]
+
 KINDS = ("compressors", "schedules", "models", "datasets", "fields")
 
 
@@ -144,6 +161,58 @@ def probe(
     model = None if config is None else (config, overrides or [])
     _print_table(probing.summary(_checked(lambda: probing.measure(job, methods, model, output))))
     typer.echo(f"written: {output}")
+
+
+@app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A training configuration.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example bucket_mb=50")] = None,
+    model: NetworkName = None,
+    probe: ProbeFile = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    workers: Workers = None,
+    compute: Compute = None,
+    rest: Rest = None,
+    gamma: Gamma = None,
+    device: Device = None,
+    per_node: PerNode = None,
+    inside: Inside = None,
+    formulas: Formulas = "ours",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recommended configuration there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Predict what each method would make of a step, and say what to use, or not to compress, and why."""
+    from hvdcomp.costmodel import plan as planning
+    from hvdcomp.costmodel.question import Options, ask
+
+    options = Options(
+        config,
+        overrides or [],
+        model,
+        probe,
+        bandwidth,
+        latency,
+        workers,
+        compute,
+        rest,
+        gamma,
+        device,
+        per_node,
+        inside,
+    )
+    made = _checked(lambda: planning.make_plan(ask(options), formulas))
+    if output is not None:
+        planning.write_config(made, output)
+    if as_json:
+        typer.echo(json.dumps(made.as_json(), indent=2))
+        return
+    typer.echo(planning.headline(made))
+    _print_table(planning.table(made))
+    typer.echo("\n".join(planning.footnotes(made)))
+    typer.echo(made.reason)
 
 
 @app.command(name="list")

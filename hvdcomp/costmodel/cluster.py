@@ -16,7 +16,7 @@ FUSION_NBYTES = 128 * 2**20
 """Operations of one cycle travel together up to so many bytes (``HOROVOD_FUSION_THRESHOLD``)."""
 TENSOR_S = 50e-6
 """A worker's work for an operation: a hook, Python, Horovod's queues."""
-MEMORY_BANDWIDTH = 10e9
+MEMORY_BANDWIDTH = 19e9
 """Bytes/s of a copy, read or written: a fusion buffer is filled and emptied."""
 
 
@@ -39,6 +39,10 @@ class Curve:
             )
         if list(self.nbytes) != sorted(set(self.nbytes)) or not all(s > 0 for s in self.seconds):
             raise ValueError("a curve's sizes must ascend and its times be > 0")
+
+    def scaled(self, factor: float) -> Curve:
+        """So many times the seconds."""
+        return replace(self, seconds=tuple(factor * second for second in self.seconds))
 
     def at(self, nbytes: float) -> float:
         """Seconds of so many bytes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdcomp.buckets import Layout, is_excluded
 from hvdcomp.checks import check_choice, check_number
-from hvdcomp.compressors import create
+from hvdcomp.compressors import Compressor, create
 from hvdcomp.costmodel import paper
 from hvdcomp.costmodel.cluster import Cluster
 from hvdcomp.costmodel.engine import Engine, Pending
@@ -34,11 +34,15 @@ class Workload:
         shapes: of the trained tensors by name, in the order of the forward pass.
         backward_s: the backward pass alone, spread evenly over tensors of two and more dimensions.
         rest_s: everything else that is not exchange: data, forward pass, optimizer.
+        granularity, bucket_mb, exclude: as in ``hvdcomp.DistributedOptimizer``.
     """
 
     shapes: Shapes
     backward_s: float
     rest_s: float = 0.0
+    granularity: str = "tensor"
+    bucket_mb: float = 25.0
+    exclude: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_number("backward_s", self.backward_s, 0, hint="seconds of a backward pass")
@@ -49,10 +53,9 @@ class Workload:
         """Of the float32 gradients."""
         return sum(spec.nbytes for spec in specs_of(self.shapes))
 
-    @property
-    def frozen_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The shapes as something hashable."""
-        return tuple((name, tuple(shape)) for name, shape in self.shapes.items())
+    def layout(self, method: Method) -> Layout:
+        """As hvdcomp.DistributedOptimizer would lay it out. Raises ValueError where the method does not fit."""
+        return Layout(method.compressor(), self.granularity, self.bucket_mb, self.exclude)
 
     def backward_parts(self) -> list[tuple[str, float]]:
         """Tensors in the order in which their gradients come, and what the backward pass takes for each."""
@@ -74,9 +77,9 @@ class Method:
     def of(cls, name: str, params: Mapping[str, Any] | None = None, hierarchical: bool = False) -> Method:
         return cls(name, tuple((params or {}).items()), hierarchical)
 
-    def layout(self) -> Layout:
-        """As hvdcomp.DistributedOptimizer would lay it out by default. Raises ValueError for what it does not know."""
-        return Layout(create(self.name, **dict(self.params)))
+    def compressor(self) -> Compressor:
+        """Raises ValueError for a name or a parameter that there is not."""
+        return create(self.name, **dict(self.params))
 
     def __str__(self) -> str:
         parameters = ", ".join(f"{key}={value}" for key, value in self.params)
@@ -124,17 +127,28 @@ def predict(
     if method.name == DENSE:
         return worker.dense()
     if not method.hierarchical:
-        return worker.compressed(_traffic(method, workload.frozen_shapes, cluster.workers), _Codec.of(rates, method))
+        return worker.compressed(_buckets(method, workload, cluster.workers), _Codec.of(rates, method))
     if cluster.per_node == 1 or cluster.nodes == 1:
         raise ValueError("a hierarchical exchange needs several nodes of several workers each")
-    return worker.hierarchical(_traffic(method, workload.frozen_shapes, cluster.nodes), _Codec.of(rates, method))
+    return worker.hierarchical(_buckets(method, workload, cluster.nodes), _Codec.of(rates, method))
 
 
-@lru_cache(maxsize=1024)
+def _buckets(method: Method, workload: Workload, workers: int) -> tuple[BucketTraffic, ...]:
+    shapes = tuple((name, tuple(shape)) for name, shape in workload.shapes.items())
+    return _traffic(method, shapes, workload.granularity, workload.bucket_mb, workload.exclude, workers)
+
+
+@lru_cache(maxsize=4096)
 def _traffic(
-    method: Method, shapes: tuple[tuple[str, tuple[int, ...]], ...], workers: int
+    method: Method,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    granularity: str,
+    bucket_mb: float,
+    exclude: tuple[str, ...] | None,
+    workers: int,
 ) -> tuple[BucketTraffic, ...]:
-    return tuple(traffic(method.layout(), dict(shapes), workers))
+    """Found once: sweeps and intervals ask for it again and again."""
+    return tuple(traffic(Layout(method.compressor(), granularity, bucket_mb, exclude), dict(shapes), workers))
 
 
 @dataclass(frozen=True)
@@ -282,7 +296,7 @@ def _paper_step(workload: Workload, cluster: Cluster, method: Method, rates: Map
         step_s = paper.dense_step_s(workload.nbytes, workers, network, workload.backward_s, gamma=cluster.gamma)
         codec_s, nbytes = 0.0, workload.nbytes
     else:
-        layout = method.layout()
+        layout = workload.layout(method)
         specs = [spec for spec in specs_of(workload.shapes) if not is_excluded(spec, layout.excluded)]
         volumes = [volume for spec in specs for volume in layout.compressor.requests(spec.shape, workers)]
         known = rates_of(rates, method.name, dict(method.params))

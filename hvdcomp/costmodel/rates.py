@@ -70,30 +70,3 @@ def rates_of(rates: Mapping[str, Rates], name: str, params: Mapping[str, Any]) -
             f"{', '.join(sorted(rates)) or 'nothing'}"
         )
     return rates[key]
-
-
-_V100_BYTES_PER_S = 900e9
-"""NVIDIA's data sheet. What the paper has no figure of is taken to be bound by memory."""
-_RESNET50_MATRIX_ELEMENTS = 25_502_912
-_READ_WRITE = 8
-"""Bytes of an element's float32 sum, read and written."""
-
-
-def _on_v100(seconds: float, bytes_moved_per_byte: float) -> Rates:
-    """A measured time on ResNet-50's gradient, and the memory traffic of adding a byte of one more worker's payload."""
-    return Rates(
-        Cost(element_s=seconds / _RESNET50_MATRIX_ELEMENTS), Cost(byte_s=bytes_moved_per_byte / _V100_BYTES_PER_S)
-    )
-
-
-def _v100() -> dict[str, Rates]:
-    from hvdcomp.costmodel.paper import CODEC_S
-
-    sector = 32  # bytes that a scattered access moves, of which a payload's index and value touch one, read and written
-    return {
-        "none": Rates(),
-        "fp16": Rates(Cost(element_s=6 / _V100_BYTES_PER_S), Cost(element_s=6 / _V100_BYTES_PER_S)),
-        **{f"powersgd:rank={rank}": _on_v100(CODEC_S["powersgd", rank], 0) for rank in (4, 8, 16)},
-        "mstopk": _on_v100(CODEC_S["mstopk", 1000], 2 * sector / 6),
-        "signsgd": _on_v100(CODEC_S["signsgd", None], 8 * _READ_WRITE),
-    }
