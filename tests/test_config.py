@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from PIL import Image
+from test_data_files import write_cifar10, write_cifar100
 from training_runs import ROOT
 
 from hvdcomp.config import ConfigError, RunConfig, fields, load, load_comparison, parse
@@ -196,12 +199,53 @@ def test_every_field_is_documented() -> None:
     assert {key.split(".")[0] for key in documented} == set(RunConfig.model_fields)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_configuration_resolves(path: Path) -> None:
-    if "\nvariants:" in path.read_text():
-        plan(load_comparison(path), workers=4)
-    else:
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with little data in the form of each data set that users bring."""
+    root = tmp_path_factory.mktemp("data")
+    write_cifar10(root, "binary", samples=20)
+    write_cifar100(root, "binary", samples=100)
+    for part in ("train", "val"):
+        (root / part / "n01").mkdir(parents=True)
+        for number in range(100 if part == "train" else 1):
+            Image.new("RGB", (8, 8)).save(root / part / "n01" / f"{number}.png")
+    for pattern in ("ptb.{}.txt", "wiki.{}.tokens"):
+        for part in ("train", "test"):
+            (root / pattern.format(part)).write_text("one two three\n" * 1000)
+    return root
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_every_configuration_resolves(path: Path, small_data: Path) -> None:
+    if "\nvariants:" not in path.read_text():
         resolve(load(path), workers=4)
+        return
+    comparison = load_comparison(path)
+    if comparison.base.data.name in ("cifar10", "cifar100", "imagenet", "ptb", "wikitext2"):
+        comparison = load_comparison(path, [f"base.data.root={small_data}"])
+    plan(comparison, comparison.workers)
+
+
+def test_run_folders_of_configurations_differ() -> None:
+    folders = [yaml.safe_load(path.read_text()).get("run_dir", path.stem) for path in CONFIGS]
+    assert len(set(folders)) == len(folders)
+
+
+def test_every_experiment_has_a_twin_on_embedded_data() -> None:
+    """One for each of GraVAC's and SIDCo's networks and of Accordion's tables, and one for all times."""
+    twins = {
+        str(path.relative_to(ROOT / "configs")).removesuffix(".twin.yaml") for path in CONFIGS if ".twin" in path.name
+    }
+    for path in CONFIGS:
+        if path.parent.name in ("gravac", "accordion"):
+            assert f"{path.parent.name}/{re.split(r'-(?!lstm)|[.]', path.name)[0]}" in twins, path
+    assert {"sidco/sidco", "utility/utility"} <= twins
+    for twin in twins:
+        base = load_comparison(ROOT / "configs" / f"{twin}.twin.yaml").base
+        assert base.data.name in ("digits", "pydoc")
 
 
 def test_auto_is_resolved_for_the_number_of_workers(config_file: Path) -> None:

@@ -41,11 +41,11 @@ def write_cifar10(root: Path, form: str, samples: int = 3) -> None:
             (folder / f"{name}.bin").write_bytes(records.tobytes())
 
 
-def write_cifar100(root: Path, form: str) -> None:
+def write_cifar100(root: Path, form: str, samples: int = 4) -> None:
     folder = root / ("cifar-100-python" if form == "python" else "cifar-100-binary")
     folder.mkdir(parents=True)
     for number, name in enumerate(["train", "test"], 1):
-        images, fine, coarse = pixels(4, number), [90 + number] * 4, [number] * 4
+        images, fine, coarse = pixels(samples, number), [90 + number] * samples, [number] * samples
         if form == "python":
             values = {b"data": images, b"fine_labels": fine, b"coarse_labels": coarse}
             (folder / name).write_bytes(pickle.dumps(values, protocol=2))

@@ -51,7 +51,7 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
             f"never_slower: {config.compression.name} keeps momentum, which a dense step would not keep up to date; "
             "leave never_slower out, or take a method without momentum of its own"
         )
-    _check_fit(build_model(config), build_data(config), config, workers)
+    _check_fit(config.model_dump_json(include={"model", "data", "label_smoothing"}), workers)
     return config
 
 
@@ -160,13 +160,16 @@ def _without_idle_schedule(config: RunConfig) -> RunConfig:
     return RunConfig.model_validate(config.model_dump() | {"schedule": "static"})
 
 
-def _check_fit(model: nn.Module, data: Data, config: RunConfig, workers: int) -> None:
+@functools.lru_cache(maxsize=16)
+def _check_fit(made_of: str, workers: int) -> None:
+    """Pass a sample through; once for all configurations that differ elsewhere, as those of a comparison do."""
+    config = RunConfig.model_validate_json(made_of)
+    model, data = build_model(config), build_data(config)
     try:
-        epoch_spans(data.train, 0, workers, config.data.batch_size)
+        steps_of_epoch(data, config, workers)
         inputs, targets = next(test_batches(data.test, worker=0, workers=1, batch_size=1))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = model.eval()(inputs)
-            data.loss(outputs, targets)
             training_loss(data, config)(outputs, targets)
     except Exception as error:
         raise ConfigError(
