@@ -266,7 +266,7 @@ def exchange(
         str,
         typer.Option(help="resnet50, resnet101, vgg16, lstm-ptb, bert-base, or the file of a training configuration."),
     ] = "resnet50",
-    workers: Annotated[int, typer.Option("-np", "--workers", min=2, max=250, help="Hosts, of one worker each.")] = 2,
+    workers: Annotated[int, typer.Option("-np", "--workers", min=2, max=250, help="Workers, on a host each.")] = 2,
     bandwidth: Annotated[
         str, typer.Option(help="Of the hosts' links, such as 100mbit,1gbit,10gbit,none; none is unlimited.")
     ] = "100mbit,1gbit,none",
@@ -276,7 +276,14 @@ def exchange(
             help="Methods beside plain Horovod, such as topk:cf=100,powersgd:rank=4,topk:cf=2:never_slower=true."
         ),
     ] = "none,topk:cf=100,powersgd:rank=4",
-    compute: Annotated[float, typer.Option(min=0, help="Seconds of a simulated backward pass.")] = 0.0,
+    per_host: Annotated[int, typer.Option(min=1, help="Workers on each host; -np is those on all.")] = 1,
+    launcher: Annotated[
+        Literal["mpirun", "horovodrun"], typer.Option(help="horovodrun: all workers on this host.")
+    ] = "mpirun",
+    compute: Annotated[
+        str,
+        typer.Option(metavar="SECONDS|real", help="A simulated backward pass, or the training configuration's own."),
+    ] = "0",
     limit: Annotated[
         float, typer.Option(min=1, help="Seconds at a bandwidth after which no further round begins.")
     ] = 120.0,
@@ -291,10 +298,14 @@ def exchange(
 
     def action() -> list[dict[str, Any]]:
         return bench_exchange.run(
-            model, workers, bandwidth, compression, compute_s=compute, limit_s=limit, memory=memory, json_file=json_file
-        )
+            model, workers, bandwidth, compression, per_host=per_host, launcher=launcher,
+            compute_s=bench_exchange.compute_s(compute), limit_s=limit, memory=memory, json_file=json_file,
+        )  # fmt: skip
 
-    _print_table(bench_exchange.table(_checked(action)))
+    try:
+        _print_table(bench_exchange.table(_checked(action)))
+    except bench_exchange.Interrupted as interrupt:
+        raise typer.Exit(interrupt.args[0]) from interrupt
 
 
 def main() -> None:

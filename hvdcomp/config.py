@@ -145,6 +145,9 @@ class RunConfig(_Section):
     never_slower: bool = Field(
         False, description="exchange dense for as long as that is measured to be faster; compression: auto has it on"
     )
+    hierarchical: bool | None = Field(
+        False, description="dense inside a node, compressed between nodes; null: where nodes have several workers each"
+    )
     network: NetworkConfig = Field(
         NetworkConfig(), description="a modelled network, whose times take the place of measured ones"
     )

@@ -19,11 +19,8 @@ from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.requests import Broadcast, Dense, Rounds, Unit
 from hvdcomp.coordinator import Coordinator, Referee
 from hvdcomp.exchange import NOTHING, Exchange, StepRecord, Transport
-from hvdcomp.horovod_api import process_set_of
+from hvdcomp.horovod_api import DYNAMIC, process_set_of
 from hvdcomp.rounds import Fused, Gradients
-
-DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
-"""Horovod's environment variable that lets process sets be made after ``hvd.init()``."""
 
 
 @dataclass(frozen=True)
@@ -250,4 +247,4 @@ class NodeExchange:
         return StepRecord(int(step), cf=cf, level=int(level), fell_back=bool(fell_back), skipped=bool(skipped))
 
 
-__all__ = ["DYNAMIC", "NodeExchange", "Nodes", "find_nodes", "ranks_of_nodes"]
+__all__ = ["NodeExchange", "Nodes", "find_nodes", "ranks_of_nodes"]

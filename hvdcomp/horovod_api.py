@@ -7,6 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+"""Horovod's environment variable that lets process sets be made after ``hvd.init()``."""
+
 
 def horovod() -> Any:
     """The module ``horovod.torch``.

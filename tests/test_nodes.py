@@ -11,7 +11,8 @@ from ranks import Job, checks_of, job
 from ranks.launch import FOLDER, environment_of, read, run
 
 from hvdcomp.bench import network
-from hvdcomp.hierarchy import DYNAMIC, ranks_of_nodes
+from hvdcomp.hierarchy import ranks_of_nodes
+from hvdcomp.horovod_api import DYNAMIC
 from hvdcomp.training import launcher
 
 WHY_NOT = network.missing()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from hvdcomp.compressors import create
 from hvdcomp.config import ConfigError, did_you_mean, load
 from hvdcomp.plugin import AUTO
 from hvdcomp.training.checkpoint import write_atomically
-from hvdcomp.training.launcher import Job
+from hvdcomp.training.launcher import INTERRUPTED, Job
 from hvdcomp.training.launcher import run as run_job
 
 log = logging.getLogger(__name__)
@@ -38,13 +39,19 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 Row = dict[str, Any]
 
 
+class Interrupted(Exception):
+    """A signal has ended the measurement; its argument is the exit code."""
+
+
 def run(
     model: str,
     workers: int,
     bandwidths: str,
     methods: str,
     *,
-    compute_s: float,
+    per_host: int = 1,
+    launcher: str = "mpirun",
+    compute_s: float | None,
     limit_s: float,
     memory: bool = False,
     json_file: Path | None,
@@ -53,6 +60,9 @@ def run(
 
     Args:
         bandwidths: for example "100mbit,1gbit,none"; "none" is unlimited.
+        per_host: workers on each host.
+        launcher: "mpirun", or "horovodrun", which reaches other hosts by ssh only, so that all workers share this one.
+        compute_s: seconds of a simulated backward pass; None is that of the training configuration ``model``.
         limit_s: no further round is begun after so many seconds at a bandwidth.
         memory: first find out, in a job of its own each, how much memory a method adds.
 
@@ -66,17 +76,25 @@ def run(
     wanted = [(text, bits_per_s(text)) for text in bandwidths.split(",")]
     if json_file is not None:
         check_writable(json_file)
-    reason = missing()
+    if workers % per_host:
+        raise ConfigError(f"-np must be a multiple of --per-host {per_host}, got {workers}: hosts have workers alike")
+    if compute_s is None and model in MODELS:
+        raise ConfigError(
+            f"--compute real needs the file of a training configuration as --model, with its data and batch size, got "
+            f"{model}: give seconds, such as --compute 0.12"
+        )
+    reason = missing() if launcher == "mpirun" else "horovodrun reaches other hosts by ssh only"
     if reason is not None:
         limited = [text for text, rate in wanted if rate is not None]
         log.warning("workers share this machine's loopback, as %s%s", reason, f"; left out: {limited}" * bool(limited))
         wanted = [(text, rate) for text, rate in wanted if rate is None]
     rows: list[Row] = []
     methods_of_plan = [*_PLAIN, *chosen]
-    with _hosts(0 if reason is not None else workers) as hosts:
+    with _hosts(0 if reason is not None else workers // per_host) as hosts:
         plan = {
             "shapes": shapes,
-            "compute_s": compute_s,
+            "compute_s": compute_s or 0.0,
+            "configuration": str(Path(model).resolve()) if compute_s is None else None,
             "limit_s": limit_s,
             "tolerance": TOLERANCE,
             "warmup": WARMUP_STEPS,
@@ -86,11 +104,12 @@ def run(
         peaks: list[float | None] = [None] * len(methods_of_plan)
         for number, method in enumerate(methods_of_plan if memory else ()):
             alone = {"methods": [method], "bandwidth": _UNLIMITED, "memory": True}
-            peaks[number] = _measure(plan | alone, workers, hosts)[0]["peak_mb"]
+            peaks[number] = _measure(plan | alone, workers, hosts, launcher)[0]["peak_mb"]
         for text, rate in wanted:
             if hosts is not None:
                 hosts.shape(rate)
-            measured = _measure(plan | {"methods": methods_of_plan, "bandwidth": text}, workers, hosts)
+            here = {"methods": methods_of_plan, "bandwidth": text}
+            measured = _measure(plan | here, workers, hosts, launcher)
             rows += [row | {"peak_mb": peak} for row, peak in zip(measured, peaks, strict=True)]
     if json_file is not None:
         write_atomically(json_file, (json.dumps(rows, indent=2) + "\n").encode())
@@ -122,6 +141,19 @@ def bits_per_s(text: str) -> float | None:
     return float(found[1]) * _UNITS[found[2]]
 
 
+def compute_s(text: str) -> float | None:
+    """Seconds of a simulated backward pass; None for "real"."""
+    if text == "real":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"--compute must be seconds >= 0, or real (with a training configuration), got {text!r}")
+    return seconds
+
+
 def table(rows: Sequence[Row]) -> list[dict[str, str]]:
     """The rows as text, under short titles."""
     seen: set[str] = set()
@@ -149,7 +181,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, str]]:
     return shown
 
 
-def _measure(plan: dict[str, Any], workers: int, hosts: Hosts | None) -> list[Row]:
+def _measure(plan: dict[str, Any], workers: int, hosts: Hosts | None, launcher: str) -> list[Row]:
     """All rows at one bandwidth."""
     log.info("%s", plan["bandwidth"])
     with tempfile.TemporaryDirectory(prefix="hvdcomp-") as folder:
@@ -158,11 +190,14 @@ def _measure(plan: dict[str, Any], workers: int, hosts: Hosts | None) -> list[Ro
         job = Job(
             [sys.executable, "-m", "hvdcomp.bench.exchange_worker", str(plan_file), str(rows_file)],
             workers,
-            hosts=None if hosts is None else ",".join(f"{address}:1" for address in hosts.addresses),
+            launcher,
+            hosts=None if hosts is None else ",".join(f"{a}:{workers // hosts.count}" for a in hosts.addresses),
             options=() if hosts is None else hosts.launcher_options(),
             within=() if hosts is None else hosts.on_first(()),
         )
         code = run_job(job, "lines")
+        if code in INTERRUPTED:
+            raise Interrupted(code)
         if code != 0:
             raise ConfigError(f"the workers ended with exit code {code}; what they said stands above")
         rows: list[Row] = json.loads(rows_file.read_text())

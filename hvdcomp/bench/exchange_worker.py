@@ -8,6 +8,7 @@ Every contestant wraps parameters of its own, which share their memory with the 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,11 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdcomp.bench.methods import GRAVAC, NEVER_SLOWER, own_parameters
+from hvdcomp.bench.methods import GRAVAC, HIERARCHICAL, NEVER_SLOWER, own_parameters
 from hvdcomp.compressors import create
+from hvdcomp.config import load
+from hvdcomp.horovod_api import DYNAMIC
 from hvdcomp.optimizer import DistributedOptimizer
 from hvdcomp.plugin import AUTO
 from hvdcomp.schedules import GraVAC
+from hvdcomp.training import parts
+from hvdcomp.training.data import batches
+from hvdcomp.training.models import begin_text
 
 HOROVOD, HOROVOD_FP16 = "horovod", "horovod-fp16"
 """The contestants that are plain Horovod."""
@@ -94,9 +100,11 @@ class Arena:
     Args:
         shapes: of the tensors, by name, in the order of the forward pass.
         compute_s: seconds of the simulated backward pass, spread over tensors of two and more dimensions.
+        task: whose forward and backward pass takes the place of the simulated one.
     """
 
-    def __init__(self, shapes: Mapping[str, list[int]], compute_s: float) -> None:
+    def __init__(self, shapes: Mapping[str, list[int]], compute_s: float, task: Task | None = None) -> None:
+        self.task = task
         self.names = list(shapes)
         self.values = [torch.zeros(shape) for shape in shapes.values()]
         self.grads = [torch.zeros(shape) for shape in shapes.values()]
@@ -125,22 +133,23 @@ class Arena:
             compression=method if method == AUTO else create(method, **own_parameters(params)),
             schedule=schedule,
             never_slower=params.get(NEVER_SLOWER),
+            hierarchical=params.get(HIERARCHICAL, False),
         )
         return Contestant(method, params, parameters, optimizer)
 
     def step(self, contestant: Contestant) -> None:
         """One step of a contestant, from a common start; its time is kept."""
         self.steps += 1
-        signal = torch.ones(1, requires_grad=True)
-        for parameter, grad, given, seconds in zip(
-            contestant.parameters, self.grads, self.given[self.steps % _DIFFERENT], self.compute_s, strict=True
-        ):
+        for parameter, grad in zip(contestant.parameters, self.grads, strict=True):
             parameter.grad = grad.zero_()
-            signal = _Ready.apply(signal, parameter, given, seconds)
+        simulated = self._simulated(contestant) if self.task is None else None
         hvd.allreduce(torch.zeros(1), name="start")
         contestant.resume()
         began = time.perf_counter()
-        signal.backward()
+        if simulated is not None:
+            simulated.backward()
+        elif self.task is not None:
+            self.task.loss(dict(zip(self.names, contestant.parameters, strict=True))).backward()
         contestant.optimizer.synchronize()
         contestant.step_s.append(time.perf_counter() - began)
         contestant.pause()
@@ -152,6 +161,34 @@ class Arena:
         for parameter in contestant.parameters:
             parameter.grad = None
 
+    def _simulated(self, contestant: Contestant) -> Tensor:
+        """What to call backward() on."""
+        signal = torch.ones(1, requires_grad=True)
+        for parameter, given, seconds in zip(
+            contestant.parameters, self.given[self.steps % _DIFFERENT], self.compute_s, strict=True
+        ):
+            signal = _Ready.apply(signal, parameter, given, seconds)
+        return signal
+
+
+class Task:
+    """A training configuration's network and loss, on one batch of its data."""
+
+    def __init__(self, configuration: Path) -> None:
+        config = parts.resolve(load(configuration), hvd.size())
+        self._model = parts.build_model(config)
+        data = parts.build_data(config)
+        self._loss = data.loss
+        size = config.data.batch_size
+        spread = {"seed": config.seed, "worker": hvd.rank(), "workers": hvd.size(), "batch_size": size}
+        self._batch = next(batches(data.train, epoch=0, start=0, **spread))
+
+    def loss(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """With these parameters in place of its own."""
+        begin_text(self._model)
+        output = torch.func.functional_call(self._model, dict(parameters), (self._batch.inputs,))
+        return self._loss(output, self._batch.targets)
+
 
 def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list[dict[str, Any]]:
     """Let the contestants of a plan take turns, in another order each round, until the A/A interval is narrow enough.
@@ -160,7 +197,8 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
 
     Returns a row each, alike on all ranks but for rank 0's own figures.
     """
-    arena = Arena(plan["shapes"], plan["compute_s"])
+    task = None if plan["configuration"] is None else Task(Path(plan["configuration"]))
+    arena = Arena(plan["shapes"], plan["compute_s"], task)
     contestants = [arena.contestant(method, params) for method, params in plan["methods"]]
     began = time.perf_counter()
     order = np.random.default_rng(0)
@@ -245,6 +283,8 @@ def main() -> None:
     plan_file, rows_file = map(Path, sys.argv[1:3])
     plan = json.loads(plan_file.read_text())
     torch.set_num_threads(1)
+    if any(HIERARCHICAL in params for _, params in plan["methods"]):
+        os.environ[DYNAMIC] = "1"
     hvd.init()
 
     def progress(rounds: int, spread: float) -> None:

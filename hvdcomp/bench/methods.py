@@ -13,6 +13,8 @@ from hvdcomp.config import ConfigError, read_yaml
 
 NEVER_SLOWER = "never_slower"
 """A parameter of every method in an exchange: the optimizer's honest switch."""
+HIERARCHICAL = "hierarchical"
+"""A parameter of every method in an exchange: dense inside a host, compressed between hosts."""
 GRAVAC = "gravac"
 """A parameter of methods with a factor in an exchange: GraVAC from CF 10 to 1000, where it soon stays."""
 GRAVAC_WAYS = ("paper", "once")
@@ -21,7 +23,7 @@ GRAVAC_WAYS = ("paper", "once")
 
 def own_parameters(params: dict[str, Any]) -> dict[str, Any]:
     """Those of the method itself."""
-    return {key: value for key, value in params.items() if key not in (NEVER_SLOWER, GRAVAC)}
+    return {key: value for key, value in params.items() if key not in (NEVER_SLOWER, HIERARCHICAL, GRAVAC)}
 
 
 def split_methods(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -25,7 +25,7 @@ from hvdcomp.config import load
 from hvdcomp.costmodel.measure import default_methods, measure_rates, memory_bandwidth
 from hvdcomp.costmodel.probe import FORMAT, Codec, Collective, Model, Pair, Probe, fitted, pair_bandwidth
 from hvdcomp.costmodel.traffic import specs_of
-from hvdcomp.hierarchy import DYNAMIC
+from hvdcomp.horovod_api import DYNAMIC
 from hvdcomp.training.checkpoint import write_atomically
 
 SIZES = tuple(4**power for power in range(5, 14))

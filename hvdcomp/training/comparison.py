@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -32,8 +31,6 @@ from hvdcomp.training.parts import resolve
 from hvdcomp.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
-
-_INTERRUPTS = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ def _train_all(runs: Sequence[Run], job: Job, console: Console) -> int:
             shown.update(task, description=f"{run.variant}, seed {run.config.seed}")
             start = time.perf_counter()
             ended = _train(run, job)
-            if ended in _INTERRUPTS:
+            if ended in launcher.INTERRUPTED:
                 log.error("interrupted; the same command goes on from here")
                 return ended
             outcome = _outcome(run, ended)

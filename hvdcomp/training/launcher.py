@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 15.0
 """Seconds between asking a launcher to end its workers and killing it; horovodrun alone takes 5."""
 
-LAUNCHERS = ("mpirun", "horovodrun")
+INTERRUPTED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+"""Exit codes of jobs that a signal to this process has ended."""
 
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",

@@ -302,6 +302,7 @@ class Trainer:
             exclude=config.exclude,
             never_slower=config.never_slower,
             grad_scaler=self.scaler if self.scaler.is_enabled() else None,
+            hierarchical=config.hierarchical,
         )
 
     def _make_recorder(self) -> GradientRecorder:

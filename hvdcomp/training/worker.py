@@ -20,6 +20,7 @@ import torch
 
 from hvdcomp.config import ConfigError, RunConfig
 from hvdcomp.errors import ReplicaError
+from hvdcomp.horovod_api import DYNAMIC
 from hvdcomp.training.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ def start(config: RunConfig) -> Worker:
 
     if not is_launched() and hvd.gloo_built():  # alone: no need to start an MPI
         os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
+    if config.hierarchical is not False:
+        os.environ.setdefault(DYNAMIC, "1")
     hvd.init()
     if launched_size() != hvd.size():
         raise LaunchError(
