@@ -72,6 +72,10 @@ def test_bandwidths(text: str, rate: float | None) -> None:
         (["--compression=topk:gravac=twice"], "valid: once, paper"),
         (["--compression=topk:cf"], "write NAME:KEY=VALUE"),
         (["--json=/nowhere/rows.json"], "cannot be written"),
+        (["--compute=real"], "needs the file of a training configuration"),
+        (["--compute=-1"], "must be seconds >= 0, or real"),
+        (["--compute=soon"], "must be seconds >= 0, or real"),
+        (["-np=3", "--per-host=2"], "must be a multiple of --per-host 2, got 3"),
     ],
 )
 def test_a_fault_is_told_before_anything_starts(arguments: list[str], message: str) -> None:
@@ -135,7 +139,9 @@ def test_without_hosts_limited_bandwidths_are_left_out(
 ) -> None:
     monkeypatch.setattr(exchange, "missing", lambda: "ip not found")
     monkeypatch.setattr(
-        exchange, "_measure", lambda plan, workers, hosts: [{"bandwidth": plan["bandwidth"], "hosts": hosts}] * 4
+        exchange,
+        "_measure",
+        lambda plan, workers, hosts, launcher: [{"bandwidth": plan["bandwidth"], "hosts": hosts}] * 4,
     )
     rows = exchange.run("resnet50", 2, "1gbit,none", "topk", compute_s=0.0, limit_s=1.0, json_file=None)
     assert rows == [{"bandwidth": "none", "hosts": None, "peak_mb": None}] * 4
@@ -194,6 +200,25 @@ def test_rows_of_a_real_exchange(hosts: bool, tmp_path: Path, monkeypatch: pytes
     assert rows[4]["encode_ms"] > 0
     assert all((row["peak_mb"] is not None) == hosts for row in rows)
     assert len(exchange.table(rows)) == len(rows)
+
+
+@needs_hosts
+@pytest.mark.ranks
+def test_several_workers_a_host_and_the_real_backward_pass(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("{model: {name: mlp}, data: {name: digits, batch_size: 4}}\n")
+    method = "topk:cf=10:hierarchical=true"
+    model = str(tmp_path / "run.yaml")
+    rows = exchange.run(model, 4, "none", method, per_host=2, compute_s=None, limit_s=1.0, json_file=None)
+    assert [row["ranks"] for row in rows] == [4] * 4
+    assert 0 < rows[-1]["nbytes"] < rows[0]["nbytes"] / 4  # rank 0 leads its host
+
+
+@pytest.mark.ranks
+def test_an_interrupt_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "missing", lambda: "a test says so")
+    monkeypatch.setattr(exchange, "run_job", lambda job, progress: 130)
+    result = CliRunner().invoke(app, ["bench", "exchange", "--bandwidth=none"])
+    assert result.exit_code == 130
 
 
 @pytest.mark.ranks

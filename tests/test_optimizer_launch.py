@@ -32,7 +32,8 @@ def test_shutdown_and_init_again() -> None:
 @pytest.mark.parametrize("check", checks_of("ending"))
 def test_a_fault_of_one_rank_ends_the_job(check: str) -> None:
     """With an exit code, within the stall limit, on every rank; nothing hangs."""
-    ended = job("ending", 2, "mpirun", (check,), 60.0)
+    stall = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "10", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20"}
+    ended = job("ending", 2, "mpirun", (check,), 60.0, again=False, **stall)
     assert ended.code is not None, f"still running after {ended.seconds:.0f} s\n{ended.output[-3000:]}"
     assert ended.code != 0 or any(rank[check]["status"] == "failed" for rank in ended.results)
     assert all(rank[check]["status"] in ("started", "failed") for rank in ended.results), ended.results

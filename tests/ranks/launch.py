@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ FOLDER = "HVDCOMP_TEST_FOLDER"
 _MARK = "HVDCOMP_TEST_JOB"
 
 _ENVIRONMENT = {
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
+    # Longer than what compiling a kernel takes on one rank while the others wait.
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "90",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
     "HOROVOD_LOG_LEVEL": "error",
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -51,6 +54,11 @@ class Job:
     output: str
     results: list[dict[str, dict[str, Any]]]
     """For each rank, by check: ``status`` ("ok", "failed" or "started"), ``traceback``, ``value``."""
+
+    @property
+    def died(self) -> bool:
+        """It ended early, but not by a check that failed."""
+        return self.code != 0 and all(r["status"] != "failed" for checks in self.results for r in checks.values())
 
     def verify(self, check: str) -> list[Any]:
         """What a check returned on each rank; fails the test where it did not end well on every rank."""
@@ -81,6 +89,7 @@ def job(
     launcher: str = "mpirun",
     checks: tuple[str, ...] = (),
     limit_s: float = LIMIT_S,
+    again: bool = True,
     **environment: str,
 ) -> Job:
     """Run a topic once a session with these ranks.
@@ -88,14 +97,23 @@ def job(
     Args:
         launcher: "mpirun", "horovodrun" (Gloo), or "none" (one process alone).
         checks: those to run, in this order; all by default.
+        again: start a second time if ranks died although no check had failed, which a warning tells.
         environment: further variables; ``{folder}`` in them stands for the job's folder.
     """
-    with tempfile.TemporaryDirectory(prefix=f"hvdcomp-{topic}-", ignore_cleanup_errors=True) as folder:
-        variables = {name: value.replace("{folder}", folder) for name, value in environment.items()}
-        command = [*_launcher(launcher, ranks), sys.executable, "-m", "ranks.worker", topic, *checks]
-        code, output, seconds = run(command, variables | {FOLDER: folder}, limit_s)
-        results = [read(Path(folder) / f"{rank}.jsonl") for rank in range(ranks)]
-    return Job(f"{topic}, {launcher} -np {ranks}", code, seconds, output, results)
+    command = [*_launcher(launcher, ranks), sys.executable, "-m", "ranks.worker", topic, *checks]
+
+    def once() -> Job:
+        with tempfile.TemporaryDirectory(prefix=f"hvdcomp-{topic}-", ignore_cleanup_errors=True) as folder:
+            variables = {name: value.replace("{folder}", folder) for name, value in environment.items()}
+            code, output, seconds = run(command, variables | {FOLDER: folder}, limit_s)
+            results = [read(Path(folder) / f"{rank}.jsonl") for rank in range(ranks)]
+        return Job(f"{topic}, {launcher} -np {ranks}", code, seconds, output, results)
+
+    ended = once()
+    if again and ended.died:
+        warnings.warn(f"{ended.command} died and is run again:\n{ended.output[-8000:]}", stacklevel=2)
+        ended = once()
+    return ended
 
 
 def run(command: list[str], variables: dict[str, str], limit_s: float) -> tuple[int | None, str, float]:
