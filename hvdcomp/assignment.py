@@ -100,14 +100,14 @@ class Assignment:
 
     def see(self, run: BucketRun) -> None:
         """Take note of a bucket's gradients, as its step begins."""
-        if self._channel.root:
+        if self._gathers:
             for part in run.bucket.parts:
                 if part.assigned:
                     self.watch.see(part, run.flat_gradients(part), 1 / run.context.scale)
 
     def see_plain(self, spec: Spec, gradients: Gradients, scale: float) -> None:
         """Take note of the gradient of one tensor, which its mean is about to be written over."""
-        if self._channel.root and (self.watch.sums or self.watch.overlaps):
+        if self._gathers:
             gradient = gradients.read(spec)
             for part in self.parts if gradient is not None else ():
                 for offset, member in zip(part.offsets, part.members, strict=True):
@@ -126,7 +126,7 @@ class Assignment:
 
     def settle(self, skipped: bool) -> None:
         """The step was made, or skipped by all workers."""
-        if self._channel.root:
+        if self._gathers:
             self.watch.undo() if skipped else self.watch.keep()
 
     def ask(self, evidence: Evidence) -> tuple[Evidence | None, dict[str, Setting]]:
@@ -181,6 +181,10 @@ class Assignment:
                 f"{len(self._compressors)}, got {list(indices)!r:.200}"
             )
         return indices
+
+    @property
+    def _gathers(self) -> bool:
+        return self._channel.root and (self.watch.sums or self.watch.overlaps) and self.schedule.gathers
 
     def _index_of(self, part: Part) -> int:
         return self._index.get(part.unit.name, self.schedule.first)

@@ -5,23 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from hvdcomp.checks import check_choice
+from hvdcomp.schedules.accordion import Accordion, AccordionBatchSize, SmithBatchSize
+from hvdcomp.schedules.adaqs import AdaQS
 from hvdcomp.schedules.assigning import Assigning, Evidence, Overlap, Setting, Sums, UnitForm
 from hvdcomp.schedules.base import DENSE, Decision, Parameter, Schedule, Statistics
 from hvdcomp.schedules.gravac import GraVAC
+from hvdcomp.schedules.scadles import ScaDLES
 from hvdcomp.schedules.static import Static
 from hvdcomp.schedules.warmup import Warmup
 
 __all__ = [
     "DENSE",
     "REGISTRY",
+    "Accordion",
+    "AccordionBatchSize",
+    "AdaQS",
     "Assigning",
     "Decision",
     "Evidence",
     "GraVAC",
     "Overlap",
     "Parameter",
+    "ScaDLES",
     "Schedule",
     "Setting",
+    "SmithBatchSize",
     "Static",
     "Statistics",
     "Sums",
@@ -30,7 +38,9 @@ __all__ = [
     "create",
 ]
 
-REGISTRY: dict[str, type[Schedule]] = {schedule.name: schedule for schedule in (Static, GraVAC, Warmup)}
+REGISTRY: dict[str, type[Schedule]] = {
+    schedule.name: schedule for schedule in (Static, GraVAC, Warmup, Accordion, AdaQS, ScaDLES)
+}
 """Name -> class. Each class tells its `source`, its `parameters()` with defaults, and in its docstring what it does."""
 
 

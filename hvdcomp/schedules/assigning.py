@@ -114,6 +114,11 @@ class Assigning(Schedule):
     def settings(self) -> tuple[Setting, ...]:
         """What a unit can be assigned; alike on all ranks and for the whole run, and never empty."""
 
+    @property
+    def gathers(self) -> bool:
+        """The coming step's gradients belong to a phase; on rank 0."""
+        return True
+
     def prepare(self, workers: int) -> None:
         check_count("workers", workers, hint="the number of ranks that exchange gradients")
 

@@ -107,7 +107,7 @@ class Schedule(ABC):
     """A step is decided by its own gains; False: by estimates of the last step's, so that nothing waits."""
     source: ClassVar[str]
     """Where it is defined: paper, section."""
-    parameter_docs: ClassVar[Mapping[str, str]]
+    parameter_docs: ClassVar[Mapping[str, str]] = {}
     """Argument -> what it means, in which unit."""
 
     clock: Callable[[], float]

@@ -126,7 +126,7 @@ def _with_defaults(config: RunConfig, workers: int) -> RunConfig:
         | {"model": {"name": config.model.name, **model}, "data": {**own, **data}}
         | {"compression": _described(build_compressor(config))}
     )
-    config = _with_steps_each(config, workers)
+    config = _with_steps_per_epoch(_with_steps_each(config, workers), workers)
     return RunConfig.model_validate(config.model_dump() | {"schedule": build_schedule(config).describe()})
 
 
@@ -146,6 +146,18 @@ def _with_steps_each(config: RunConfig, workers: int) -> RunConfig:
     return RunConfig.model_validate(config.model_dump() | {"schedule": {"name": Warmup.name, **given}})
 
 
+def _with_steps_per_epoch(config: RunConfig, workers: int) -> RunConfig:
+    """The length of an epoch for a schedule that wants to know it, where the configuration does not say it."""
+    wanted = schedules.REGISTRY.get(config.schedule.name, Schedule).parameter_docs
+    if "steps_per_epoch" not in wanted or config.schedule.params.get("steps_per_epoch") is not None:
+        return config
+    data = build_data(config)
+    chosen = config.schedule.model_dump() | {
+        "steps_per_epoch": _make("data", lambda: steps_of_epoch(data, config, workers), {})
+    }
+    return RunConfig.model_validate(config.model_dump() | {"schedule": chosen})
+
+
 def _described(compressor: Compressor) -> dict[str, Any]:
     """Its name and parameters."""
     return {"name": compressor.name, **{name: getattr(compressor, name) for name in compressor.parameters()}}
@@ -153,7 +165,7 @@ def _described(compressor: Compressor) -> dict[str, Any]:
 
 def _without_idle_schedule(config: RunConfig) -> RunConfig:
     """`compression=none` alone must do: the schedule of the file then has nothing to choose."""
-    assigns = isinstance(build_schedule(config), Assigning)  # it may bring methods of its own
+    assigns = issubclass(schedules.REGISTRY.get(config.schedule.name, Schedule), Assigning)  # methods of its own
     if config.compression.name != "none" or config.schedule.name == "static" or assigns:
         return config
     log.warning("compression is none, so schedule %s has nothing to choose and is left out", config.schedule.name)
