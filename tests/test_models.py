@@ -131,7 +131,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> Non
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setitem(sys.modules, f"{library}.models", None)
-    with pytest.raises(ConfigError, match=f"{library} cannot be imported .*: pip install {library}"):
+    with pytest.raises(ConfigError, match=f"{library} cannot be imported .*: pip install {library}, as"):
         MODELS.find(f"{library}:resnet18")
 
 

@@ -41,9 +41,11 @@ def torchvision_model(name: str) -> Callable[..., nn.Module]:
 def _installed(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # RuntimeError, too: of a torchvision that was built for another PyTorch
         library = module.partition(".")[0]
-        raise ConfigError(f"{library} cannot be imported ({error}): pip install {library}") from error
+        raise ConfigError(
+            f"{library} cannot be imported ({error}): pip install {library}, as it suits this PyTorch"
+        ) from error
 
 
 def _check_known(library: str, name: str, known: list[str]) -> None:
