@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 INSTALL_REQUIRES = [
     "cffi>=1.15",  # Horovod's, at run time
     "cloudpickle>=3",  # Horovod's
+    "Jinja2>=3.1",
     "matplotlib>=3.8",
     "mpi4py>=4",
     "numba>=0.60",
@@ -39,7 +40,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hvdcomp", "hvdcomp.*"]),
-    package_data={"hvdcomp": ["py.typed"]},
+    package_data={"hvdcomp": ["py.typed"], "hvdcomp.report": ["page.html"]},
     install_requires=INSTALL_REQUIRES,
     extras_require={"dev": DEV_REQUIRES},
     entry_points={"console_scripts": ["hvdcomp = hvdcomp.cli:main"]},

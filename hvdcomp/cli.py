@@ -215,6 +215,23 @@ def plan(
     typer.echo(made.reason)
 
 
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not, or of a comparison.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE")] = Path("report.html"),
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the figures there, too, as PNG and SVG.")
+    ] = None,
+) -> None:
+    """Show what runs did, on one page that works offline: figures, the papers' table, configuration and environment."""
+    from hvdcomp.report.page import write
+
+    for line in _checked(lambda: write(runs, output, figures)):
+        typer.echo(line)
+
+
 @app.command(name="list")
 def list_(
     kind: Annotated[str, typer.Argument(help=" | ".join(KINDS))] = "compressors",

@@ -51,6 +51,7 @@ class StepRecord:
         decide_s: waiting for the decision.
         evidence: what a schedule that assigns was told of this step, on the worker that decides.
         switched: the units whose setting such a schedule changes from the next step on, with the new one.
+        sent: the tensors of each unit, and the bytes that it handed to collectives, headers of frames apart.
     """
 
     step: int
@@ -73,6 +74,20 @@ class StepRecord:
     decide_s: float = 0.0
     evidence: Evidence | None = None
     switched: dict[str, Setting] = field(default_factory=dict)
+    sent: list[tuple[list[Spec], int]] = field(default_factory=list, repr=False)
+
+    @property
+    def layer_bytes(self) -> dict[str, tuple[float, int]]:
+        """Of each tensor the bytes sent for it, headers apart, and those that plain Horovod would have sent.
+
+        Tensors that make up one unit share its bytes by their size.
+        """
+        found = {}
+        for members, nbytes in self.sent:
+            whole = sum(member.nbytes for member in members)
+            for member in members:
+                found[member.name] = (nbytes * member.nbytes / max(1, whole), member.nbytes)
+        return found
 
     @property
     def compress_s(self) -> float:
@@ -357,6 +372,8 @@ class Exchange:
             record.level = self.levels.index(record.cf) if record.cf in self.levels else -1
         if self.assignment is not None:
             self.assignment.settle(record.skipped)
+        for flight in flights:
+            record.sent += [(flight.run.parts[number].members, n) for number, n in flight.run.sent.items()]
         self._flights.clear()
         self._are_plain.clear()
         self.step += 1
@@ -427,6 +444,7 @@ class Exchange:
         for number, fused in enumerate(self._plain.fused):  # before the first wait, in whose shadow it costs nothing
             self._count(fused, fused.buffer, again=number > 0)
         with self._timed("wait_s"):
+            self._record.sent += self._plain.sent
             self._plain.finish(summed=self._summed)
 
     def _count(self, fused: Fused, result: Tensor, *, again: bool = False) -> None:

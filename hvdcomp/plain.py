@@ -50,6 +50,11 @@ class PlainMeans:
         """The collectives under way."""
         return [fused for _, fused, _, _ in self._flights.values()]
 
+    @property
+    def sent(self) -> list[tuple[list[Spec], int]]:
+        """The tensors under way, and their bytes."""
+        return [([spec], fused.buffer.nbytes) for spec, fused, _, _ in self._flights.values()]
+
     def finish(self, *, summed: bool) -> None:
         """Wait for all, and write their means, or where ``summed`` their sums over workers."""
         for spec, _, wait, written in self._flights.values():

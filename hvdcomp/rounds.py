@@ -116,6 +116,8 @@ class BucketRun:
     phase: int = 0
     finite: bool = True
     """No worker is known to have met a NaN or an Inf in this bucket."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """Bytes that each unit, by its place in the bucket, handed to collectives so far; headers of frames apart."""
     outcomes: dict[int, Reduced] = field(default_factory=dict)
     """What the rounds of each unit came to, by its place in the bucket, once they are over."""
     _generators: dict[int, Rounds] = field(default_factory=dict)
@@ -189,6 +191,7 @@ class BucketRun:
         """
         groups: dict[tuple[str, str, int, int], list[int]] = {}
         for number, request in sorted(self._waiting.items()):
+            self.sent[number] = self.sent.get(number, 0) + _nbytes(request)
             dtype = "" if isinstance(request, (Allgather, Alltoallv)) else str(_tensor_of(request).dtype)
             root = request.root if isinstance(request, Broadcast) else -1
             large = isinstance(request, (Allreduce, Broadcast)) and request.tensor.nbytes >= LARGE
@@ -406,6 +409,12 @@ class BucketRun:
 def is_finite(values: Tensor) -> bool:
     """Whether all elements of a 1-D tensor are."""
     return math.isfinite(float(squared_norm(values))) or bool(torch.isfinite(values).all())
+
+
+def _nbytes(request: Request) -> int:
+    if isinstance(request, Alltoallv):
+        return sum(payload.nbytes for payload in request.payloads)
+    return request.payload.nbytes if isinstance(request, Allgather) else _tensor_of(request).nbytes
 
 
 def _tensor_of(request: Request) -> Tensor:

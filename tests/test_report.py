@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
+import shutil
+import subprocess
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from hvdcomp.cli import app
 from hvdcomp.config import ConfigError
 from hvdcomp.report.figures import figures, time_split
+from hvdcomp.report.page import load, names, write
 from hvdcomp.report.plots import CSS_COLOURS, Line, binned, curves, distribution
+from hvdcomp.report.table import table
 from hvdcomp.report.trace import Metrics, load_trace
 
 LAYERS = {"body.weight": [100.0, 1000.0], "body.bias": [4.0, 4.0]}
@@ -32,6 +40,7 @@ def row(step: int, **changed: Any) -> dict[str, Any]:
 def write_run(folder: Path, rows: list[dict[str, Any]], *, summary: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    (folder / "job.json").write_text('{"workers": 2, "controller": "mpi", "steps": 50, "environment": {"python": "3"}}')
     (folder / "config.yaml").write_text("compression: {name: topk, cf: 10.0}\nschedule: {name: gravac, epsilon: 0.3}\n")
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -47,7 +56,7 @@ def gravac(tmp_path: Path) -> Path:
         levels = {"levels": [10.0, 100.0] if step < 20 else [10.0, 1000.0]}
         result = {"accuracy": step / 50, "test_loss": 1 / step, "layer_bytes": LAYERS} if step % 10 == 0 else {}
         rows.append(row(step, **searching, **levels, **result))
-    return write_run(tmp_path / "gravac", rows, summary={"accuracy": 0.8, "dense_exchange_s": 0.005, "workers": 2})
+    return write_run(tmp_path / "gravac", rows, summary={"accuracy": 0.8, "dense_exchange_s": 0.005, "paid": "Yes."})
 
 
 # -- reading a run
@@ -94,7 +103,7 @@ def test_a_partial_run_says_what_is_missing(gravac: Path) -> None:
 def test_what_is_no_run_is_said_clearly(gravac: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         load_trace(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"holds no metrics.jsonl; runs are in it, such as .*gravac"):
+    with pytest.raises(ConfigError, match=r"holds no metrics.jsonl, nor does a folder in it"):
         load_trace(tmp_path)
     (gravac / "metrics.jsonl").write_text("not json\n")
     with pytest.raises(ConfigError, match="holds no step yet"):
@@ -113,7 +122,7 @@ def test_each_figure_asks_a_question(gravac: Path) -> None:
     said = {plot.name: plot.description for plot in plots}
     assert said["accuracy-steps"] == "accuracy, held out over step. one: from 0.2 to 0.8 at 40."
     assert said["distribution"] == "Distribution of steps over CFs. one: 75% of 40 steps at CF 10."
-    assert said["layers"].endswith("body.weight: dense 1 kB, one 100 B; body.bias: dense 4 B, one 4 B.")
+    assert said["layers"].endswith("body.weight: plain Horovod 1 kB, one 100 B; body.bias: plain Horovod 4 B, one 4 B.")
 
 
 def test_runs_share_the_axes(gravac: Path, tmp_path: Path) -> None:
@@ -180,3 +189,146 @@ def test_export(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "Does it rise?" in svg.read_text()
     assert "Does it rise?" not in plot.svg()
+
+
+# -- the table
+
+
+def test_the_table_is_against_the_first_dense_run(gravac: Path, tmp_path: Path) -> None:
+    dense = [
+        row(step, cf=1.0, decision=-1, gains=None, levels=None, bytes_sent=1004, iteration_s=0.02)
+        | ({"accuracy": 0.75, "test_loss": 1.0} if step == 30 else {})
+        for step in range(1, 31)
+    ]
+    runs = {"gravac": load_trace(gravac), "dense": load_trace(write_run(tmp_path / "dense", dense))}
+    shown = table(runs)
+    cells = {name: dict(zip(shown.heads, texts, strict=True)) for name, texts in shown.rows.items()}
+    assert cells["gravac"]["CF used"] == "32.5 (10 to 100)"
+    assert cells["gravac"]["gain"] == "0.65"  # 30 steps of 0.8, ten of 0.2
+    assert cells["gravac"]["reduction"] == "9.13 ×"
+    assert (cells["gravac"]["accuracy"], cells["gravac"]["difference"]) == ("80.00 %", "+5.00 points")
+    assert (cells["gravac"]["speed-up"], cells["dense"]["speed-up"]) == ("2.00 ×", "1.00 ×")
+    assert (cells["dense"]["CF used"], cells["dense"]["difference"]) == ("dense", "")
+    assert cells["gravac"]["to 75.00 %"] == "4.4 kB, 0.4 s"  # of 60, 75 and 80 % only the last is as good
+    assert cells["dense"]["to 75.00 %"] == "30.1 kB, 0.6 s"
+
+
+def test_one_run_has_nobody_to_be_faster_than(gravac: Path) -> None:
+    shown = table({"gravac": load_trace(gravac)})
+    assert not any(head.startswith("to ") for head in shown.heads)
+    assert any("needs a run with compression=none" in note for note in shown.notes)
+
+
+# -- the page
+
+
+def test_names_tell_runs_apart() -> None:
+    assert names([Path("/runs/a")]) == ["a"]
+    assert names([Path("/runs/a"), Path("/runs/b")]) == ["a", "b"]
+    assert names([Path("/r/x/a/seed-0"), Path("/r/x/b/c/seed-0")]) == ["a", "b/c"]
+    assert names([Path("/r/a"), Path("/r/a/b")]) == ["a", "a/b"]
+
+
+def test_the_command_writes_one_page(gravac: Path, tmp_path: Path) -> None:
+    twin = tmp_path / "twin <b>"
+    shutil.copytree(gravac, twin)
+    (twin / "summary.json").unlink()
+    page, folder = tmp_path / "out" / "report.html", tmp_path / "figures"
+    done = CliRunner().invoke(app, ["report", str(gravac), str(twin), "-o", str(page), "--figures", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "twin <b>: not finished: step 40 is the last that was written" in done.output
+    text = page.read_text()
+    assert "twin &lt;b&gt;" in text
+    assert "twin <b>" not in text
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|@import|url\((?!#)', text), "it must need nothing beside itself"
+    assert {path.suffix for path in folder.iterdir()} == {".png", ".svg"}
+    assert text.count("<figure>") == len(list(folder.iterdir())) / 2
+
+
+def test_a_comparison_is_shown_by_its_first_seeds(gravac: Path, tmp_path: Path) -> None:
+    for place in ("topk/seed-0", "topk/seed-1", "dense/seed-0"):
+        shutil.copytree(gravac, tmp_path / "comparison" / place)
+    runs, said = load([tmp_path / "comparison"])
+    assert list(runs) == ["dense", "topk"]
+    assert runs["topk"].folder.name == "seed-0"
+    assert "3 runs, of which the first of each folder is shown" in said[0]
+
+
+@pytest.mark.parametrize("lines", ["", "garbage\n"])
+def test_a_run_without_a_step_is_one_error(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "holds no step yet" in done.stderr
+
+
+def test_a_page_that_cannot_be_written_is_an_error(gravac: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the report cannot be written"):
+        write([gravac], tmp_path / "file" / "report.html")
+
+
+def test_a_long_run_does_not_freeze_it(tmp_path: Path) -> None:
+    lines = [json.dumps(row(step, cf=10.0 + step % 7)) for step in range(1, 1001)]
+    folder = write_run(tmp_path / "long", [])
+    (folder / "metrics.jsonl").write_text("".join("\n".join(lines) + "\n" for _ in range(50)))
+    began = time.process_time()
+    write([folder], tmp_path / "report.html")
+    assert time.process_time() - began < 20
+    assert (tmp_path / "report.html").stat().st_size < 500_000
+
+
+# -- in a browser
+
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
+
+PROBE = """
+<body><iframe width="{width}" height="900" srcdoc="{page}"></iframe><pre id="seen"></pre><script>
+document.querySelector("iframe").onload = event => {{
+  const page = event.target.contentDocument;
+  const style = name => page.defaultView.getComputedStyle(page.querySelector(name));
+  const inside = [...page.querySelectorAll("figure svg")].every(svg => {{
+    const figure = svg.parentElement.getBoundingClientRect(), box = svg.getBoundingClientRect();
+    return box.width > 200 && box.left >= figure.left && box.right <= figure.right;
+  }});
+  const text = [...page.querySelectorAll("figure svg text")].map(text => text.getBoundingClientRect().height);
+  document.getElementById("seen").textContent = JSON.stringify({{
+    width: page.documentElement.scrollWidth, figures: page.querySelectorAll("figure svg[role=img]").length, inside,
+    smallest: Math.min(...text), background: style("body").backgroundColor, ink: style("figure svg text").fill,
+    columns: style(".figures").gridTemplateColumns.split(" ").length, cards: style(".numbers tr").display,
+  }});
+}};
+</script></body>
+"""
+
+
+def seen_in_browser(page: Path, width: int, dark: bool) -> dict[str, Any]:
+    """What a browser makes of a page in a window of so many pixels."""
+    probe = page.with_name("probe.html")
+    probe.write_text(PROBE.format(width=width, page=html.escape(page.read_text())))
+    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    switches += ["--disable-component-update", "--disable-sync", f"--user-data-dir={page.with_name('profile')}"]
+    switches += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--window-size={width + 100},1000"]
+    command = [BROWSER, *switches, "--virtual-time-budget=10000", "--dump-dom", probe.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="seen">(.+?)</pre>', done.stdout, flags=re.DOTALL)
+    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is installed")
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)])
+def test_readable_in_a_browser(gravac: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    twin = tmp_path / "a run with quite a long name, as they often are"
+    shutil.copytree(gravac, twin)
+    write([gravac, twin], tmp_path / "report.html")
+    seen = seen_in_browser(tmp_path / "report.html", width, dark)
+    assert seen["figures"] == 11
+    assert seen["inside"]
+    assert seen["width"] <= width, "the page scrolls sideways"
+    assert seen["smallest"] > 8, "pixels of the smallest text"
+    phone = width < 640
+    assert (seen["columns"], seen["cards"]) == ((1, "block") if phone else (2, "table-row"))
+    light, darker = "rgb(254, 254, 254)", "rgb(20, 24, 29)"
+    assert seen["background"] == (darker if dark else light)
+    assert seen["ink"] == ("rgb(230, 234, 239)" if dark else "rgb(27, 31, 36)")

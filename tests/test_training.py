@@ -165,7 +165,7 @@ def test_learning_rates(config: dict[str, Any], expected: list[float]) -> None:
 
 
 def row(step: int = 1, **changed: Any) -> dict[str, Any]:
-    times = dict.fromkeys(PARTS, 0.25) | {"exchange_s": 0.3, "iteration_s": 1.0}
+    times = dict.fromkeys(PARTS, 0.25) | {"encode_s": 0.2, "decode_s": 0.05, "exchange_s": 0.3, "iteration_s": 1.0}
     sizes = {"bytes_sent": 10, "bytes_dense": 80, "bytes_received": 10}
     what = {"step": step, "epoch": 0, "loss": 0.5, "lr": 0.1, "cf": 20.0, "decision": 1, "skipped": False}
     return what | {"levels": [10.0, 20.0], "gains": [0.8, 0.6]} | sizes | times | changed
@@ -174,7 +174,7 @@ def row(step: int = 1, **changed: Any) -> dict[str, Any]:
 def totals(*steps: dict[str, Any]) -> Totals:
     result = Totals()
     for step in steps:
-        result.add(step)
+        result.add(step, {"weight": (step["bytes_sent"] / 2, 40), "bias": (1, 40)})
     return result
 
 
@@ -184,6 +184,7 @@ def test_totals() -> None:
     assert sums.cf_steps == {"20": 2, "1": 1}
     assert sums.cf_mean == pytest.approx(41 / 3)
     assert sums.times["compute_s"] == 0.75
+    assert sums.layer_bytes == {"weight": [50, 120], "bias": [3, 120]}
     assert Totals(**json.loads(json.dumps(sums.state_dict()))) == sums
 
 
@@ -493,12 +494,18 @@ def test_a_run_on_two_ranks_learns_and_leaves_its_records(tmp_path: Path) -> Non
     assert [line["step"] for line in lines if "accuracy" in line] == [50, 100]
     assert lines[-1]["accuracy"] == result["accuracy"]
     assert sum(line["bytes_sent"] for line in lines) == result["bytes_sent"] < result["bytes_dense"] / 4
+    sent, dense = map(sum, zip(*lines[-1]["layer_bytes"].values(), strict=True))
+    assert dense == result["bytes_dense"]
+    assert 0.8 * result["bytes_sent"] < sent < result["bytes_sent"]  # headers are no layer's
     assert sum(result["cf_steps"].values()) == 100
     assert len(result["cf_steps"]) > 1
     for line in lines:
         assert line["iteration_s"] == pytest.approx(sum(line[part] for part in PARTS))
+        assert line["compress_s"] == pytest.approx(line["encode_s"] + line["decode_s"])
         assert line["levels"][max(0, line["decision"])] == line["cf"] or line["cf"] == 1
     assert list((folder / "tensorboard").iterdir())
+    job = json.loads((folder / "job.json").read_text())
+    assert (job["workers"], job["steps"], job["environment"]["torch"]) == (2, 100, torch.__version__)
     assert (folder / "config.yaml").read_text().startswith("model:\n  name: mlp\n")
     assert f"accuracy {result['accuracy']:.4f}" in done.out
     assert result["paid"] in done.out

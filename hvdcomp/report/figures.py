@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from hvdcomp.report.plots import Array, Line, Plot, Quantity, bars, binned, curves, distribution, stacked
+from hvdcomp.report.table import mean, sent_gain
 from hvdcomp.report.trace import Trace
 
 COSTS: tuple[tuple[str, str, str, Quantity], ...] = (
     ("steps", "How many steps", "step", "step"),
     ("bytes", "How many bytes", "bytes sent per worker", "bytes"),
-    ("time", "How much time", "training time", "seconds"),
+    ("time", "How much time", "time of training", "seconds"),
 )
 """What progress costs: name, question, and the axis' label and quantity."""
 
 PARTS = ("compute", "encode", "decode", "compress", "wait", "decide")
 """What a step's time is made of, in the words of metrics.jsonl; compress where encode and decode are not known."""
 
+PLAIN = "plain Horovod"
 MOST_MARKS = 40
 MOST_LAYERS = 12
 MOST_STAIRS = 300
@@ -65,7 +68,8 @@ def _losses(runs: Mapping[str, Trace], slots: Slots) -> list[Plot]:
         ]
         title = f"{question} does a lower loss take?"
         plots.append(_curves(lines, f"loss-{cost}", title, (label, quantity), ("training loss", "number"), log_y=True))
-    return [plot for plot in plots if plot is not None]
+    note = "Means of stretches of the run; the band goes from the least to the largest loss of a step."
+    return [replace(plot, note=note) for plot in plots if plot is not None]
 
 
 def _curves(
@@ -93,20 +97,19 @@ def _factors(runs: Mapping[str, Trace], slots: Slots) -> Plot | None:
     y_axis: tuple[str, Quantity] = ("CF (1 is dense)", "factor")
     if not lines:
         return None
-    return curves(lines, name="cf", title=title, x=("step", "step"), y=y_axis, log_y=True, stairs=True)
+    plot = curves(lines, name="cf", title=title, x=("step", "step"), y=y_axis, log_y=True, stairs=True)
+    moves = any(line.marks is not None and len(line.marks[0]) for line in lines)
+    return replace(plot, note="A mark is where the schedule went on to other levels or settings." if moves else "")
 
 
 def _gains(runs: Mapping[str, Trace], slots: Slots) -> Plot | None:
     """Of what was sent; the band lies between the two CFs that were evaluated."""
     lines, thresholds = [], set()
     for name, run in runs.items():
-        gains = run.metrics.column("gains_0"), run.metrics.column("gains_1")
-        level = run.metrics.column("decision")
-        sent = np.where(level < 0, np.nan, np.where(level == 1, gains[1], gains[0]))
-        x, y, _, _ = binned(run.metrics.column("step"), sent, 100)
+        x, y, _, _ = binned(run.metrics.column("step"), sent_gain(run), 100)
         if len(x):
-            bounds = [binned(run.metrics.column("step"), gain, 100)[:2] for gain in gains]
-            high, low = (np.interp(x, *bound) for bound in bounds)
+            gains = [run.metrics.column(name) for name in ("gains_0", "gains_1")]
+            high, low = (np.interp(x, *binned(run.metrics.column("step"), gain, 100)[:2]) for gain in gains)
             lines.append(Line(name, slots[name], x, y, low, high))
             thresholds.add(_epsilon(run))
     if not lines:
@@ -114,7 +117,8 @@ def _gains(runs: Mapping[str, Trace], slots: Slots) -> Plot | None:
     known = {value: "epsilon" for value in thresholds if value is not None}
     title = "How much of the gradient did compression keep?"
     y_axis: tuple[str, Quantity] = ("gain (1: all of it)", "number")
-    return curves(lines, name="gain", title=title, x=("step", "step"), y=y_axis, rules=known)
+    plot = curves(lines, name="gain", title=title, x=("step", "step"), y=y_axis, rules=known)
+    return replace(plot, note="The line is what was sent, the band lies between the two CFs that were evaluated.")
 
 
 def _times(runs: Mapping[str, Trace]) -> Plot | None:
@@ -130,13 +134,15 @@ def _times(runs: Mapping[str, Trace]) -> Plot | None:
         return None
     title = "Where does a step's time go?"
     mark = "compute + dense exchange"
-    return stacked(rows, name="time-split", title=title, label="ms per step", marks=marks, mark=mark)
+    plot = stacked(rows, name="time-split", title=title, label="ms per step", marks=marks, mark=mark)
+    whole = ", ".join(f"{name} {1e3 * mean(runs[name].metrics.column('exchange_s')):.3g} ms" for name in rows)
+    return replace(plot, note=f"Whole exchanges, which overlap the rest but for the wait: {whole}.")
 
 
 def time_split(run: Trace) -> dict[str, float]:
     """Mean seconds of each part of a step; empty where a stock optimizer knew none."""
     metrics = run.metrics
-    means = {part: _mean(metrics.column(f"{part}_s")) for part in PARTS}
+    means = {part: mean(metrics.column(f"{part}_s")) for part in PARTS}
     if np.isfinite(means["encode"]):
         means["compress"] = np.nan
     return {part: value for part, value in means.items() if np.isfinite(value)}
@@ -149,16 +155,16 @@ def _layers(runs: Mapping[str, Trace], slots: Slots) -> Plot | None:
     dense = {layer: both[1] for layers in known.values() for layer, both in layers.items()}
     largest = sorted(dense, key=lambda layer: -dense[layer])
     shown, others = largest[:MOST_LAYERS], largest[MOST_LAYERS:]
-    rows = {layer: {"dense": dense[layer]} for layer in shown}
+    rows = {layer: {PLAIN: dense[layer]} for layer in shown}
     for name, layers in known.items():
         for layer in shown:
             if layer in layers:
                 rows[layer][name] = layers[layer][0]
     if others:
         sums = {name: sum(layers[o][0] for o in others if o in layers) for name, layers in known.items()}
-        rows[f"{len(others)} smaller ones"] = {"dense": sum(dense[layer] for layer in others), **sums}
+        rows[f"{len(others)} smaller ones"] = {PLAIN: sum(dense[layer] for layer in others), **sums}
     title = "Which layers are the bytes sent for?"
-    return bars(rows, slots={"dense": -1, **slots}, name="layers", title=title, label="bytes sent by worker 0")
+    return bars(rows, slots={**slots, PLAIN: -1}, name="layers", title=title, label="bytes sent by worker 0")
 
 
 def _stairs(x: Array, y: Array) -> tuple[Array, Array, Array, Array]:
@@ -197,8 +203,3 @@ def _epsilon(run: Trace) -> float | None:
 def _positive(values: Array) -> Array:
     """For a logarithmic axis."""
     return np.asarray(np.where(values > 0, values, np.nan))
-
-
-def _mean(values: Array) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else float("nan")

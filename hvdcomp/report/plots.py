@@ -22,6 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
+from hvdcomp.training.units import size
+
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 Quantity = Literal["step", "bytes", "seconds", "share", "factor", "number"]
@@ -90,12 +92,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure, with what it is called and what it shows in words."""
+    """A figure, with what it is called and what it shows in words; `note` says how to read it."""
 
     name: str
     title: str
     description: str
     figure: Figure
+    note: str = ""
 
     def save(self, folder: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
         """Write NAME.png and NAME.svg, with the title on them. Returns their paths."""
@@ -276,7 +279,7 @@ def bars(
         axes.grid(visible=False, axis="y")
         _label(axes.xaxis, label, "bytes", True)
         figure.legend(loc="outside lower left", ncols=2, handlelength=1.6)
-    said = "; ".join(f"{row}: " + ", ".join(f"{e} {size_text(v)}" for e, v in r.items()) for row, r in rows.items())
+    said = "; ".join(f"{row}: " + ", ".join(f"{e} {size(v)}" for e, v in r.items()) for row, r in rows.items())
     return Plot(name, title, f"{label}. {said}.", figure)
 
 
@@ -303,18 +306,19 @@ def binned(x: Array, y: Array, bins: int = POINTS, *, geometric: bool = False) -
     )
 
 
+def key(slot: int) -> str:
+    """A piece of a run's line as SVG, for a page."""
+    dashes, marker = DASHES[slot % len(DASHES)], MARKERS[slot % len(MARKERS)]
+    figure = Figure(figsize=(0.5, 0.16))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.axis("off")
+    axes.plot([0, 1, 2], [0, 0, 0], color=look(slot)[0], linestyle=dashes, marker=marker, markevery=[1])
+    return Plot(f"key-{slot}", "", "", figure).svg()
+
+
 def look(slot: int) -> tuple[str, Any, str]:
     """Colour, dashes and marker of a run."""
     return SERIES[slot % len(SERIES)], DASHES[slot % len(DASHES)], MARKERS[slot % len(MARKERS)]
-
-
-def size_text(nbytes: float) -> str:
-    """ "12.3 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def factor_text(factor: float) -> str:
@@ -325,9 +329,9 @@ def _style(name: str) -> AbstractContextManager[None]:
     return matplotlib.rc_context(_RC | {"svg.hashsalt": name})  # type: ignore[arg-type]
 
 
-def _axes(*, legend: int, height: float = 2.9, columns: int = 2) -> tuple[Figure, Axes]:
+def _axes(*, legend: int, height: float = 2.6, columns: int = 2) -> tuple[Figure, Axes]:
     """A figure small enough for a phone; entries of a legend go below the axes."""
-    figure = Figure(figsize=(5.0, height + 0.21 * -(-legend // columns)), layout="constrained")
+    figure = Figure(figsize=(4.4, height + 0.21 * -(-legend // columns)), layout="constrained")
     return figure, figure.add_subplot()
 
 

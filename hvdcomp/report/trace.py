@@ -1,4 +1,4 @@
-"""What a run's folder tells, finished or not: metrics.jsonl, config.yaml and summary.json."""
+"""What a run's folder tells, finished or not: metrics.jsonl, config.yaml, job.json and summary.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from hvdcomp import compressors, schedules
 from hvdcomp.config import ConfigError
 from hvdcomp.report.plots import Array
 
@@ -100,6 +101,7 @@ class Trace:
 
     Attributes:
         config: as config.yaml holds it; empty where it cannot be read.
+        job: as job.json holds it; empty likewise.
         summary: None where the run is not finished.
         notes: what is missing, for people.
     """
@@ -107,6 +109,7 @@ class Trace:
     folder: Path
     metrics: Metrics
     config: Mapping[str, Any] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
@@ -117,10 +120,12 @@ class Trace:
 
     @property
     def method(self) -> str:
-        """ "topk (cf=10), gravac": compression and schedule, as configured."""
-        compression, schedule = (_named(self.config.get(name)) for name in ("compression", "schedule"))
-        known = [part for part in (compression, schedule) if part]
-        return ", ".join(part for part in known if not part.startswith("static")) or "not known"
+        """ "topk, gravac (epsilon=0.2)": compression and schedule, with the parameters that are not the usual ones."""
+        methods = {name: dict(cls.parameters()) for name, cls in compressors.available().items()}
+        usual = {name: {p.name: p.default for p in cls.parameters()} for name, cls in schedules.REGISTRY.items()}
+        compression = _named(self.config.get("compression"), methods)
+        schedule = _named(self.config.get("schedule"), usual).removeprefix("static")
+        return ", ".join(part for part in (compression, schedule) if part) or "not known"
 
     @property
     def is_dense(self) -> bool:
@@ -146,7 +151,7 @@ def load_trace(folder: Path) -> Trace:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no run: there is no such folder (give the run_dir of an `hvdcomp train`)")
     if not path.exists():
-        raise ConfigError(f"{folder} is no run: it holds no metrics.jsonl{_runs_inside(folder)}")
+        raise ConfigError(f"{folder} is no run: it holds no metrics.jsonl, nor does a folder in it")
     metrics = Metrics(path)
     try:
         metrics.update()
@@ -155,10 +160,15 @@ def load_trace(folder: Path) -> Trace:
     if not len(metrics):
         raise ConfigError(f"{path} holds no step yet, so there is nothing to show")
     notes = [f"{metrics.broken} lines of metrics.jsonl are broken and left out"] if metrics.broken else []
-    config, summary = _mapping(folder / "config.yaml", notes), _mapping(folder / "summary.json", notes)
+    config, job, summary = (_mapping(folder / name, notes) for name in ("config.yaml", "job.json", "summary.json"))
     if not summary:
         notes.append(f"not finished: step {metrics.last('step'):.0f} is the last that was written")
-    return Trace(folder, metrics, config or {}, summary, tuple(notes))
+    return Trace(folder, metrics, config or {}, job or {}, summary, tuple(notes))
+
+
+def runs_inside(folder: Path) -> list[Path]:
+    """Folders of runs that are in a folder, such as that of a comparison."""
+    return [path.parent for path in sorted(folder.rglob("metrics.jsonl"))]
 
 
 def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
@@ -176,17 +186,14 @@ def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
     return found
 
 
-def _runs_inside(folder: Path) -> str:
-    inside: Iterator[Path] = (path.parent for path in sorted(folder.rglob("metrics.jsonl")))
-    names = [str(path) for _, path in zip(range(4), inside, strict=False)]
-    return f"; runs are in it, such as {', '.join(names)}" if names else ""
-
-
-def _named(section: Any) -> str:
+def _named(section: Any, usual: Mapping[str, Mapping[str, Any]]) -> str:
+    """A section's name, and the parameters that have not their usual values."""
     if not isinstance(section, Mapping):
         return "" if section is None else str(section)
-    parameters = ", ".join(f"{key}={value}" for key, value in section.items() if key != "name")
-    return f"{section.get('name', '')} ({parameters})" if parameters else str(section.get("name", ""))
+    name = str(section.get("name", ""))
+    known = usual.get(name, {})
+    parameters = ", ".join(f"{k}={v}" for k, v in section.items() if k != "name" and (k not in known or v != known[k]))
+    return f"{name} ({parameters})" if parameters else name
 
 
 def _number(value: Any) -> float:

@@ -15,8 +15,9 @@ Row = Mapping[str, Any]
 PARTS = ("compute_s", "compress_s", "wait_s", "decide_s")
 """What an iteration's seconds are made of: they add up to `iteration_s`."""
 
-TIMES = (*PARTS, "exchange_s", "iteration_s")
-"""All times of a step; `exchange_s`, from the first collective's start to the last one's end, overlaps the parts."""
+TIMES = (*PARTS, "encode_s", "decode_s", "exchange_s", "iteration_s")
+"""All times of a step. `encode_s` and `decode_s` are what `compress_s` is made of; `exchange_s`, from the first
+collective's start to the last one's end, overlaps the parts."""
 
 
 class MetricsLog:
@@ -28,7 +29,8 @@ class MetricsLog:
     bytes_dense (what plain Horovod would have handed over), bytes_received, messages (of its collectives, one after the
     other), elements (that each method compressed); and the `TIMES` in seconds, those of the modelled network if there
     is one. After a step that was followed by an evaluation: accuracy, top5_accuracy, test_loss and (of a text)
-    perplexity, over the test set, of all workers. null: not known.
+    perplexity, over the test set, of all workers; layer_bytes ([sent, dense] of each tensor, since the run began).
+    null: not known.
 
     Under a schedule that assigns settings to units (tensors): switched, where some change (unit: its setting from the
     next step on); and at the end of a phase over which gradients were added up, phase: its steps, units (name: shape),
@@ -76,8 +78,10 @@ class Totals:
     cf_sum: float = 0.0
     cf_steps: dict[str, int] = field(default_factory=dict)
     """Steps sent at each CF, in the order of their first visit; "1" is dense."""
+    layer_bytes: dict[str, list[float]] = field(default_factory=dict)
+    """[sent, dense] of each tensor."""
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, layer_bytes: Mapping[str, tuple[float, int]]) -> None:
         self.steps += 1
         self.skipped += row["skipped"]
         for name in ("bytes_sent", "bytes_dense", "bytes_received"):
@@ -87,6 +91,10 @@ class Totals:
         self.cf_sum += row["cf"]
         cf = f"{row['cf']:g}"
         self.cf_steps[cf] = self.cf_steps.get(cf, 0) + 1
+        for name, (sent, dense) in layer_bytes.items():
+            sums = self.layer_bytes.setdefault(name, [0, 0])
+            sums[0] += sent
+            sums[1] += dense
 
     @property
     def cf_mean(self) -> float:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from hvdcomp.training.metrics import PARTS, Row, Totals, score_text
+from hvdcomp.training.units import size
 
 PLAIN_LINES = 20
 """Lines that a run shows where there is no terminal."""
@@ -135,13 +136,13 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         (metric, f"{score} on {summary['test_samples']} held-out {units}"),
         ("average CF", f"{summary['cf_mean']:.1f}"),
-        ("bytes sent", f"{_size(sent)} of {_size(dense)} dense per worker ({sent / dense:.1%})" if dense else "none"),
+        ("bytes sent", f"{size(sent)} of {size(dense)} dense per worker ({sent / dense:.1%})" if dense else "none"),
         ("steps", f"{summary['steps']} in {summary['seconds']:.1f} s"),
         ("time split", _time_split(summary)),
         ("sent at CF", ", ".join(f"{_cf(cf)}: {n} steps" for cf, n in summary["cf_steps"].items())),
     ]
     if summary["residual_nbytes"]:
-        rows.append(("memory", f"{_size(summary['residual_nbytes'])} of residuals per worker"))
+        rows.append(("memory", f"{size(summary['residual_nbytes'])} of residuals per worker"))
     if summary["skipped"]:
         rows.append(("skipped", f"{summary['skipped']} steps with a gradient that is not finite"))
     equal = f"yes, bitwise (sha256 {summary['parameters_sha256'][:12]})" if summary["parameters_equal"] else "NO"
@@ -157,11 +158,3 @@ def _time_split(summary: Mapping[str, Any]) -> str:
 
 def _cf(cf: str) -> str:
     return "dense" if cf == "1" else cf
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.3g} {unit}"

@@ -45,6 +45,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def job(self) -> Path:
+        """What it runs on, and how many steps it will have."""
+        return self.path / "job.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

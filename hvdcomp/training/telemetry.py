@@ -10,7 +10,7 @@ from typing import Any
 from hvdcomp.exchange import StepRecord
 from hvdcomp.schedules import UnitForm
 
-_ROUNDS = ("compress_s", "exchange_s", "wait_s", "decide_s")
+_ROUNDS = ("compress_s", "encode_s", "decode_s", "exchange_s", "wait_s", "decide_s")
 _EXCLUSIVE = ("compress_s", "wait_s", "decide_s")  # exchange_s spans waiting, and backward where they overlap
 
 
@@ -47,6 +47,11 @@ class Telemetry:
             **times,
             "iteration_s": iteration_s,
         }
+
+    def layer_bytes(self) -> dict[str, tuple[float, int]]:
+        """Of each tensor the bytes that the last step sent for it, and the dense ones; nothing of a stock optimizer."""
+        record = self._optimizer.last_step
+        return {} if record is None else record.layer_bytes
 
     def untimed(self) -> AbstractContextManager[Any]:
         """What happens inside is no part of an iteration's time."""

@@ -19,6 +19,7 @@ from hvdcomp.config import ConfigError, RunConfig
 from hvdcomp.training import checkpoint, parts
 from hvdcomp.training.checkpoint import Latest
 from hvdcomp.training.data import IGNORED, Batch, batches, test_batches
+from hvdcomp.training.environment import environment
 from hvdcomp.training.gradients import GradientRecorder, recorded_steps
 from hvdcomp.training.lr import Position, lr_factor
 from hvdcomp.training.metrics import MetricsLog, Totals
@@ -86,6 +87,7 @@ class Trainer:
         console = make_console()
         display = make_display(self.worker.index, self.total_steps, self.step, console)
         with closing(self.folder), closing(display), closing(self._open_log()) as metrics:
+            self._describe()
             began = time.perf_counter() - self.totals.seconds
             result = self._train(metrics, display, began)
             self.totals.seconds = time.perf_counter() - began
@@ -112,11 +114,11 @@ class Trainer:
         for group in self._groups(total):
             row = self._timed_step(group, total)
             with self._untimed():
+                self.totals.add(row, self.telemetry.layer_bytes())
                 last = self.step == total
                 if last or _due(self.step, self.config.evaluate_every):
                     result = self.evaluate()
-                    row |= result
-                self.totals.add(row)
+                    row |= {**result, "layer_bytes": self.totals.layer_bytes}
                 metrics.write(row)
                 display.update(row, self.totals)
                 self.totals.seconds = time.perf_counter() - began
@@ -340,6 +342,13 @@ class Trainer:
             return dense_exchange_s(numel, self.worker.device)
         dense = {"messages": 0, "elements": {}, "bytes_dense": 4 * numel}
         return step_times(dense, network, self.worker.count, self.config.bucket_mb).wait_s
+
+    def _describe(self) -> None:
+        """job.json, for those who look at a run that is not over."""
+        if self.worker.index == 0:
+            job = {"workers": self.worker.count, "controller": self.worker.controller, "steps": self.total_steps}
+            job["environment"] = environment(self.worker.device)
+            checkpoint.write_atomically(self.folder.job, (json.dumps(job, indent=2) + "\n").encode())
 
     def _summary(self, result: dict[str, float]) -> dict[str, Any]:
         dense_s = self._dense_exchange_s()
