@@ -443,8 +443,8 @@ class Exchange:
     def _finish_plain(self) -> None:
         for number, fused in enumerate(self._plain.fused):  # before the first wait, in whose shadow it costs nothing
             self._count(fused, fused.buffer, again=number > 0)
+        self._record.sent += self._plain.sent
         with self._timed("wait_s"):
-            self._record.sent += self._plain.sent
             self._plain.finish(summed=self._summed)
 
     def _count(self, fused: Fused, result: Tensor, *, again: bool = False) -> None:
