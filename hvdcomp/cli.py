@@ -232,6 +232,22 @@ def report(
         typer.echo(line)
 
 
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    once: Annotated[bool, typer.Option("--once", help="Show what is there, and stop.")] = False,
+) -> None:
+    """Follow a run in the terminal until it ends: progress, loss, accuracy, CF, gain, bytes, and where time goes."""
+    from rich.console import Console
+
+    from hvdcomp.report.watch import watch as watch_run
+
+    try:
+        _checked(lambda: watch_run(run, Console(), once=once))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @app.command(name="list")
 def list_(
     kind: Annotated[str, typer.Argument(help=" | ".join(KINDS))] = "compressors",

@@ -142,8 +142,11 @@ class Trace:
         return dict(found)
 
 
-def load_trace(folder: Path) -> Trace:
+def load_trace(folder: Path, known: Metrics | None = None) -> Trace:
     """Read a run's folder; of one that was interrupted what is there.
+
+    Args:
+        known: metrics of that folder, read before, of which only what is new is read.
 
     Raises ConfigError when there is nothing to show.
     """
@@ -152,7 +155,7 @@ def load_trace(folder: Path) -> Trace:
         raise ConfigError(f"{folder} is no run: there is no such folder (give the run_dir of an `hvdcomp train`)")
     if not path.exists():
         raise ConfigError(f"{folder} is no run: it holds no metrics.jsonl, nor does a folder in it")
-    metrics = Metrics(path)
+    metrics = known or Metrics(path)
     try:
         metrics.update()
     except OSError as error:
