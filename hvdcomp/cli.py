@@ -155,11 +155,17 @@ def probe(
     ),
 ) -> None:
     """Measure a cluster through Horovod: latency, bandwidth, what methods cost on its devices, and a model's steps."""
+    from hvdcomp.bench.kernels import parse_methods
     from hvdcomp.costmodel import probing
 
     job = _job([], workers, launcher, hosts, hostfile)
     model = None if config is None else (config, overrides or [])
-    _print_table(probing.summary(_checked(lambda: probing.measure(job, methods, model, output))))
+
+    def action() -> list[dict[str, str]]:
+        chosen = None if methods is None else [(m.name, m.params) for m in parse_methods(f"none,{methods}")]
+        return probing.summary(probing.measure(job, chosen, model, output))
+
+    _print_table(_checked(action))
     typer.echo(f"written: {output}")
 
 
@@ -189,20 +195,8 @@ def plan(
     from hvdcomp.costmodel.question import Options, ask
 
     options = Options(
-        config,
-        overrides or [],
-        model,
-        probe,
-        bandwidth,
-        latency,
-        workers,
-        compute,
-        rest,
-        gamma,
-        device,
-        per_node,
-        inside,
-    )
+        config, overrides or [], model, probe, bandwidth, latency, workers, compute, rest, gamma, device, per_node, inside,
+    )  # fmt: skip
     made = _checked(lambda: planning.make_plan(ask(options), formulas))
     if output is not None:
         planning.write_config(made, output)
@@ -246,6 +240,60 @@ def watch(
         _checked(lambda: watch_run(run, Console(), once=once))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+@app.command()
+def whatif(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="SWEEP", help="bandwidth, workers, batch, compute, encoding, nodes, ratio, tradeoff, or grid."
+        ),
+    ],
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A training configuration.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example bucket_mb=50")] = None,
+    methods: Annotated[
+        str, typer.Option(help="For example topk:cf=100,powersgd:rank=4:hierarchical=true.")
+    ] = "powersgd:rank=4",
+    values: Annotated[
+        str | None, typer.Option(help="Of what is varied, such as 1,10,100; default: the paper's.")
+    ] = None,
+    model: NetworkName = None,
+    probe: ProbeFile = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    workers: Workers = None,
+    compute: Compute = None,
+    rest: Rest = None,
+    gamma: Gamma = None,
+    device: Device = None,
+    per_node: PerNode = None,
+    inside: Inside = None,
+    formulas: Formulas = "ours",
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Also write FILE.csv, FILE.png or FILE.svg; may be repeated."
+        ),
+    ] = None,
+) -> None:
+    """Predict how steps change with the network, the cluster, the batch, the device, or the method."""
+    from hvdcomp.costmodel import whatif as asking
+    from hvdcomp.costmodel.question import Options
+
+    options = Options(
+        config, overrides or [], model, probe, bandwidth, latency, workers, compute, rest, gamma, device, per_node, inside,
+    )  # fmt: skip
+
+    def action() -> tuple[list[dict[str, Any]], list[str]]:
+        rows, said = asking.answer(what, options, asking.parse_methods(methods), formulas, asking.parse_values(values))
+        for path in output or []:
+            asking.write(rows, path, f"What if: {what}")
+        return rows, said
+
+    rows, said = _checked(action)
+    _print_table(asking.table(rows))
+    typer.echo("\n".join(said))
 
 
 @app.command(name="list")
@@ -321,6 +369,7 @@ def exchange(
         float, typer.Option(min=1, help="Seconds at a bandwidth after which no further round begins.")
     ] = 120.0,
     memory: Annotated[bool, typer.Option("--memory", help="Also: how much memory each method adds, alone.")] = False,
+    predict: Annotated[bool, typer.Option("--predict", help="Also: probe, and what the cost model predicts.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
 ) -> None:
     """Time whole exchanges between hosts, against plain Horovod, which runs in the same rounds.
@@ -328,17 +377,22 @@ def exchange(
     As root on Linux the hosts are network namespaces with links of a chosen bandwidth, which are gone afterwards.
     """
     from hvdcomp.bench import exchange as bench_exchange
+    from hvdcomp.bench import prediction as bench_prediction
 
     def action() -> list[dict[str, Any]]:
         return bench_exchange.run(
             model, workers, bandwidth, compression, per_host=per_host, launcher=launcher,
-            compute_s=bench_exchange.compute_s(compute), limit_s=limit, memory=memory, json_file=json_file,
+            compute_s=bench_exchange.compute_s(compute), limit_s=limit, memory=memory, predict=predict,
+            json_file=json_file,
         )  # fmt: skip
 
     try:
-        _print_table(bench_exchange.table(_checked(action)))
+        rows = _checked(action)
     except bench_exchange.Interrupted as interrupt:
         raise typer.Exit(interrupt.args[0]) from interrupt
+    _print_table(bench_exchange.table(rows))
+    if predict:
+        typer.echo(bench_prediction.errors(rows))
 
 
 def main() -> None:

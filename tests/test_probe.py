@@ -155,7 +155,9 @@ def test_a_real_world_is_probed(tmp_path):
 
     config = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
     output = tmp_path / "probe.json"
-    found = measure(Job([], 3), "topk,powersgd:rank=2", (config, ["data.batch_size=8"]), output)
+    found = measure(
+        Job([], 3), [("none", {}), ("topk", {}), ("powersgd", {"rank": 2})], (config, ["data.batch_size=8"]), output
+    )
     assert found == probe.load(output)
     assert (found.workers, found.per_node) == (3, 3)
     assert found.slowest_pair is not None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.bench import prediction
 from hvdcomp.bench.methods import GRAVAC, GRAVAC_WAYS, check_writable, own_parameters, split_methods
 from hvdcomp.bench.network import Hosts, missing
 from hvdcomp.bench.shapes import MODELS
@@ -20,6 +21,7 @@ from hvdcomp.buckets import Layout
 from hvdcomp.checks import check_choice
 from hvdcomp.compressors import create
 from hvdcomp.config import ConfigError, did_you_mean, load
+from hvdcomp.costmodel.probe import Probe
 from hvdcomp.plugin import AUTO
 from hvdcomp.training.checkpoint import write_atomically
 from hvdcomp.training.launcher import INTERRUPTED, Job
@@ -54,6 +56,7 @@ def run(
     compute_s: float | None,
     limit_s: float,
     memory: bool = False,
+    predict: bool = False,
     json_file: Path | None,
 ) -> list[Row]:
     """What the command does: checks everything, then measures.
@@ -65,6 +68,7 @@ def run(
         compute_s: seconds of a simulated backward pass; None is that of the training configuration ``model``.
         limit_s: no further round is begun after so many seconds at a bandwidth.
         memory: first find out, in a job of its own each, how much memory a method adds.
+        predict: probe at each bandwidth, too, and put what the cost model makes of it beside each row.
 
     Raises:
         ConfigError: an argument is not allowed, or a worker failed.
@@ -89,6 +93,7 @@ def run(
         log.warning("workers share this machine's loopback, as %s%s", reason, f"; left out: {limited}" * bool(limited))
         wanted = [(text, rate) for text, rate in wanted if rate is None]
     rows: list[Row] = []
+    probed: Probe | None = None
     methods_of_plan = [*_PLAIN, *chosen]
     with _hosts(0 if reason is not None else workers // per_host) as hosts:
         plan = {
@@ -108,8 +113,11 @@ def run(
         for text, rate in wanted:
             if hosts is not None:
                 hosts.shape(rate)
+            probed = prediction.probe(_job([], workers, hosts, launcher), chosen, probed) if predict else None
             here = {"methods": methods_of_plan, "bandwidth": text}
             measured = _measure(plan | here, workers, hosts, launcher)
+            if probed is not None:
+                measured = prediction.beside(measured, shapes, probed)
             rows += [row | {"peak_mb": peak} for row, peak in zip(measured, peaks, strict=True)]
     if json_file is not None:
         write_atomically(json_file, (json.dumps(rows, indent=2) + "\n").encode())
@@ -176,9 +184,20 @@ def table(rows: Sequence[Row]) -> list[dict[str, str]]:
                 "quartiles": "{:.1f}..{:.1f}".format(*row["step_ms_quartiles"]),
                 "dense / this": f"{row['speedup']:.2f}",
                 "95 % interval": f"{low:.2f}..{high:.2f}",
+                **_predicted(row),
             }
         )
     return shown
+
+
+def _predicted(row: Row) -> dict[str, str]:
+    """What the cost model says, and how far off it is; nothing where it was not asked."""
+    if "predicted_ms" not in row:
+        return {}
+    if row["predicted_ms"] is None:
+        return {"predicted ms": "", "error": ""}
+    error = row["predicted_ms"] / row["step_ms"] - 1
+    return {"predicted ms": f"{row['predicted_ms']:.1f}", "error": f"{error:+.0%}"}
 
 
 def _measure(plan: dict[str, Any], workers: int, hosts: Hosts | None, launcher: str) -> list[Row]:
@@ -187,21 +206,25 @@ def _measure(plan: dict[str, Any], workers: int, hosts: Hosts | None, launcher: 
     with tempfile.TemporaryDirectory(prefix="hvdcomp-") as folder:
         plan_file, rows_file = Path(folder) / "plan.json", Path(folder) / "rows.json"
         plan_file.write_text(json.dumps(plan))
-        job = Job(
-            [sys.executable, "-m", "hvdcomp.bench.exchange_worker", str(plan_file), str(rows_file)],
-            workers,
-            launcher,
-            hosts=None if hosts is None else ",".join(f"{a}:{workers // hosts.count}" for a in hosts.addresses),
-            options=() if hosts is None else hosts.launcher_options(),
-            within=() if hosts is None else hosts.on_first(()),
-        )
-        code = run_job(job, "lines")
+        command = [sys.executable, "-m", "hvdcomp.bench.exchange_worker", str(plan_file), str(rows_file)]
+        code = run_job(_job(command, workers, hosts, launcher), "lines")
         if code in INTERRUPTED:
             raise Interrupted(code)
         if code != 0:
             raise ConfigError(f"the workers ended with exit code {code}; what they said stands above")
         rows: list[Row] = json.loads(rows_file.read_text())
     return rows
+
+
+def _job(command: Sequence[str], workers: int, hosts: Hosts | None, launcher: str) -> Job:
+    return Job(
+        command,
+        workers,
+        launcher,
+        hosts=None if hosts is None else ",".join(f"{a}:{workers // hosts.count}" for a in hosts.addresses),
+        options=() if hosts is None else hosts.launcher_options(),
+        within=() if hosts is None else hosts.on_first(()),
+    )
 
 
 @contextmanager

@@ -39,6 +39,7 @@ GRAVAC_STEPS = 5
 _DIFFERENT = 2
 """Sets of gradients that take turns."""
 _RESAMPLINGS = 2000
+_BACKWARD_STEPS = 9
 
 
 class _Ready(torch.autograd.Function):
@@ -140,16 +141,11 @@ class Arena:
     def step(self, contestant: Contestant) -> None:
         """One step of a contestant, from a common start; its time is kept."""
         self.steps += 1
-        for parameter, grad in zip(contestant.parameters, self.grads, strict=True):
-            parameter.grad = grad.zero_()
-        simulated = self._simulated(contestant) if self.task is None else None
+        backward = self._prepared(contestant.parameters)
         hvd.allreduce(torch.zeros(1), name="start")
         contestant.resume()
         began = time.perf_counter()
-        if simulated is not None:
-            simulated.backward()
-        elif self.task is not None:
-            self.task.loss(dict(zip(self.names, contestant.parameters, strict=True))).backward()
+        backward()
         contestant.optimizer.synchronize()
         contestant.step_s.append(time.perf_counter() - began)
         contestant.pause()
@@ -161,14 +157,31 @@ class Arena:
         for parameter in contestant.parameters:
             parameter.grad = None
 
-    def _simulated(self, contestant: Contestant) -> Tensor:
-        """What to call backward() on."""
+    def backward_s(self, steps: int) -> float:
+        """Seconds of a step's computation that no optimizer watches: the slowest rank's median."""
+        parameters = [nn.Parameter(value) for value in self.values]
+        taken = []
+        for _ in range(steps):
+            backward = self._prepared(parameters)
+            hvd.allreduce(torch.zeros(1), name="start")
+            began = time.perf_counter()
+            backward()
+            taken.append(time.perf_counter() - began)
+        return float(hvd.allgather(torch.tensor([float(np.median(taken))]), name="backward").max())
+
+    def _prepared(self, parameters: list[nn.Parameter]) -> Callable[[], None]:
+        """A step's computation, which gives every parameter its gradient."""
+        for parameter, grad in zip(parameters, self.grads, strict=True):
+            parameter.grad = grad.zero_()
+        task = self.task
+        if task is not None:
+            return lambda: task.loss(dict(zip(self.names, parameters, strict=True))).backward()
         signal = torch.ones(1, requires_grad=True)
         for parameter, given, seconds in zip(
-            contestant.parameters, self.given[self.steps % _DIFFERENT], self.compute_s, strict=True
+            parameters, self.given[self.steps % _DIFFERENT], self.compute_s, strict=True
         ):
             signal = _Ready.apply(signal, parameter, given, seconds)
-        return signal
+        return signal.backward
 
 
 class Task:
@@ -226,7 +239,8 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
         progress(rounds, max(1 - low, high - 1))
         settled = 1 - plan["tolerance"] <= low and high <= 1 + plan["tolerance"]
         if rounds >= plan["min_rounds"] and (settled or slowest[-1] > plan["limit_s"]):
-            return [_row(contestant, contestants[0], plan) for contestant in contestants]
+            backward = {"backward_ms": 1e3 * arena.backward_s(_BACKWARD_STEPS)}
+            return [_row(contestant, contestants[0], plan) | backward for contestant in contestants]
     return [{"peak_mb": None if c.peak_nbytes is None else c.peak_nbytes / 1e6} for c in contestants]
 
 

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from hvdcomp.bench.kernels import parse_methods
 from hvdcomp.bench.methods import check_writable
 from hvdcomp.config import ConfigError, load
 from hvdcomp.costmodel import probe as probe_file
@@ -25,25 +24,29 @@ MARK = "hvdcomp-probe "
 """Begins a worker's line of progress."""
 
 
-def measure(job: Job, methods: str | None, config: tuple[Path, Sequence[str]] | None, output: Path | None) -> Probe:
+def measure(
+    job: Job,
+    methods: Sequence[tuple[str, dict[str, Any]]] | None,
+    config: tuple[Path, Sequence[str]] | None,
+    output: Path | None,
+) -> Probe:
     """Probe a cluster.
 
     Args:
         job: where the workers run; its command is replaced.
-        methods: "topk,powersgd:rank=2"; None is all.
+        methods: names and parameters of those whose costs are measured; None is all.
         config: a training configuration and overrides, whose model is measured, too.
         output: where the probe is to be kept.
 
     Raises:
         ConfigError: an argument is not allowed, or a worker failed.
     """
-    chosen = None if methods is None else [(m.name, m.params) for m in parse_methods(f"none,{methods}")]
     if config is not None:
         load(config[0], config[1])
     if output is not None:
         check_writable(output, "-o")
     resolved = None if config is None else (str(config[0].resolve()), list(config[1]))
-    plan = json.dumps({"methods": chosen, "config": resolved})
+    plan = json.dumps({"methods": methods, "config": resolved})
     with tempfile.TemporaryDirectory(prefix="hvdcomp-") as folder:
         written = Path(folder) / "probe.json" if output is None else output.resolve()
         command = [sys.executable, "-m", "hvdcomp.costmodel.probe_worker", plan, str(written)]
