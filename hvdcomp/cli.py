@@ -195,7 +195,8 @@ def plan(
     from hvdcomp.costmodel.question import Options, ask
 
     options = Options(
-        config, overrides or [], model, probe, bandwidth, latency, workers, compute, rest, gamma, device, per_node, inside,
+        config, overrides or [], model, probe, bandwidth, latency, workers, compute, rest, gamma, device, per_node,
+        inside,
     )  # fmt: skip
     made = _checked(lambda: planning.make_plan(ask(options), formulas))
     if output is not None:
@@ -282,7 +283,8 @@ def whatif(
     from hvdcomp.costmodel.question import Options
 
     options = Options(
-        config, overrides or [], model, probe, bandwidth, latency, workers, compute, rest, gamma, device, per_node, inside,
+        config, overrides or [], model, probe, bandwidth, latency, workers, compute, rest, gamma, device, per_node,
+        inside,
     )  # fmt: skip
 
     def action() -> tuple[list[dict[str, Any]], list[str]]:
