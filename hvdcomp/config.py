@@ -118,6 +118,19 @@ class LrScheduleConfig(_Section):
         return self
 
 
+class BatchScheduleConfig(_Section):
+    name: Literal["fixed", "accordion"] = Field(
+        "fixed",
+        description="accordion: the small batch in critical regimes, else the large one, at a rate as much higher",
+    )
+    low: int = Field(512, ge=1, description="small batch of accordion: samples of all workers in a step")
+    high: int = Field(4096, ge=1, description="large batch, a multiple of low")
+    eta: float = Field(0.5, ge=0, le=1, description="relative change of the gradient's norm that is critical")
+    interval: int = Field(10, ge=1, description="epochs between two looks")
+    lr_drop: float = Field(0.75, ge=0, lt=1, description="a rate that falls to this share makes all critical")
+    shrinks: bool = Field(False, description="go back to the small batch in a critical regime")
+
+
 class NetworkConfig(_Section):
     bandwidth_mbit: float | None = Field(
         None, gt=0, description="of every worker's link, Mbit/s; null: the real network, and times are measured"
@@ -160,6 +173,9 @@ class RunConfig(_Section):
     accumulate: int = Field(
         1, ge=1, description="batches of data.batch_size whose gradients are summed up before each exchange and step"
     )
+    batch_schedule: BatchScheduleConfig = Field(
+        BatchScheduleConfig(), description="who chooses the batch of a step, in multiples of data.batch_size"
+    )
     epochs: int = Field(10, ge=1, description="length of the run in passes over the training data")
     steps: int | None = Field(None, ge=1, description="length of the run in steps; overrides `epochs`; null: not given")
     seed: int = Field(0, ge=0, lt=2**32, description="of initial weights, batch order and dropout")
@@ -183,6 +199,11 @@ class RunConfig(_Section):
     def _possible(self) -> RunConfig:
         if self.record_gradients and self.precision == "fp16":
             raise ValueError("record_gradients goes with fp32 and bf16: in fp16 the gradients are of a scaled loss")
+        if self.batch_schedule.name != "fixed" and (self.accumulate > 1 or self.schedule.name != "static"):
+            raise ValueError(
+                f"batch_schedule: {self.batch_schedule.name} chooses how many batches a step has: leave out accumulate "
+                f"(given {self.accumulate}) and schedule (given {self.schedule.name})"
+            )
         return self
 
     def to_yaml(self) -> str:

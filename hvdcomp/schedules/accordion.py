@@ -204,6 +204,11 @@ class AccordionBatchSize:
         """What the learning rate of the small batch is multiplied by: it grows as the batch does."""
         return self.batch / self.low
 
+    @property
+    def gathers(self) -> bool:
+        """Whether this epoch's gradients are compared when it is over: of other epochs the norm is not looked at."""
+        return self._epoch % self.interval == 0
+
     def passes(self, per_pass: int) -> int:
         """Backward passes of ``per_pass`` samples of all workers that make a batch; ValueError for a remainder."""
         if self.batch % check_count("per_pass", per_pass, hint="samples of all workers in a backward pass"):
@@ -218,7 +223,7 @@ class AccordionBatchSize:
             lr: of the epoch, for the small batch; next_lr: of the next one, None if it stays.
         """
         norm = check_number("norm", norm, 0, hint="of the gradient summed over the epoch")
-        if self._epoch % self.interval == 0:
+        if self.gathers:
             critical = is_critical(self._norm, norm, self.eta)
             self._norm = norm
             if not critical:

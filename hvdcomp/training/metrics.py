@@ -23,8 +23,8 @@ collective's start to the last one's end, overlaps the parts."""
 class MetricsLog:
     """Writes metrics.jsonl, flushed line by line, and every `log_every` steps a point to TensorBoard.
 
-    A line holds, all of worker 0: step (from 1), epoch (from 0), loss (of its own part of the batch), lr; cf that was
-    sent (1 is dense), decision (which of the two levels was sent; -1 is dense, or no adaptive schedule), levels (the
+    A line holds, all of worker 0: step (from 1), epoch (from 0), loss (of its own part of the batch), lr,
+    batches (that it computed); cf that was sent (1 is dense), decision (which of the two levels was sent; -1 is dense, or no adaptive schedule), levels (the
     two CFs that were evaluated) and gains (the smoothed gain at each), skipped; bytes_sent (handed to collectives),
     bytes_dense (what plain Horovod would have handed over), bytes_received, messages (of its collectives, one after the
     other), elements (that each method compressed); and the `TIMES` in seconds, those of the modelled network if there

@@ -20,6 +20,7 @@ from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
 from hvdcomp.plugin import AUTO, automatic, layout_of
 from hvdcomp.schedules import Assigning, Schedule, Warmup
 from hvdcomp.training import images, text  # noqa: F401 - they register their data sets
+from hvdcomp.training.batch_size import BatchSizes
 from hvdcomp.training.data import DATASETS, Data, as_data, epoch_spans, test_batches
 from hvdcomp.training.models import MODELS
 from hvdcomp.training.registry import Entry, Registry
@@ -51,6 +52,7 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
             f"never_slower: {config.compression.name} keeps momentum, which a dense step would not keep up to date; "
             "leave never_slower out, or take a method without momentum of its own"
         )
+    _make("batch_schedule", lambda: BatchSizes(config, workers), {})
     _check_fit(config.model_dump_json(include={"model", "data", "label_smoothing"}), workers)
     return config
 
@@ -109,9 +111,14 @@ def training_loss(data: Data, config: RunConfig) -> Callable[[Tensor, Tensor], T
     return functools.partial(data.loss, **smoothing)
 
 
-def steps_of_epoch(data: Data, config: RunConfig, workers: int, start: int = 0) -> int:
-    """Steps from `start` samples on (of all workers) to the epoch's end. Raises ValueError for too many workers."""
-    return math.ceil(len(epoch_spans(data.train, start, workers, config.data.batch_size)) / config.accumulate)
+def steps_of_epoch(data: Data, config: RunConfig, workers: int, start: int = 0, passes: int | None = None) -> int:
+    """Steps from `start` samples on (of all workers) to the epoch's end. Raises ValueError for too many workers.
+
+    Args:
+        passes: batches of each worker in a step; None: as configured.
+    """
+    spans = epoch_spans(data.train, start, workers, config.data.batch_size)
+    return math.ceil(len(spans) / (passes or config.accumulate))
 
 
 def _with_defaults(config: RunConfig, workers: int) -> RunConfig:

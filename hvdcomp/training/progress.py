@@ -20,9 +20,9 @@ PLAIN_LINES = 20
 
 
 class Display(Protocol):
-    """Shows how far a run has come."""
+    """Shows how far a run has come, of `total` steps as far as is known."""
 
-    def update(self, row: Row, totals: Totals) -> None: ...
+    def update(self, row: Row, totals: Totals, total: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -30,7 +30,7 @@ class Display(Protocol):
 class Silent:
     """For every rank but 0."""
 
-    def update(self, row: Row, totals: Totals) -> None:
+    def update(self, row: Row, totals: Totals, total: int) -> None:
         pass
 
     def close(self) -> None:
@@ -47,9 +47,11 @@ class Bar:
         self._score: str | None = None
         self._progress.start()
 
-    def update(self, row: Row, totals: Totals) -> None:
+    def update(self, row: Row, totals: Totals, total: int) -> None:
         self._score = score_text(row) if "accuracy" in row else self._score
-        self._progress.update(self._task, completed=row["step"], description=figures(row, totals, self._score))
+        self._progress.update(
+            self._task, completed=row["step"], total=total, description=figures(row, totals, self._score)
+        )
 
     def close(self) -> None:
         self._progress.stop()
@@ -59,20 +61,20 @@ class Lines:
     """A plain line every few percent of the run."""
 
     def __init__(self, total: int, done: int, console: Console) -> None:
-        self._total, self._console = total, console
+        self._console = console
         self._every = max(1, total // PLAIN_LINES)
         self._score: str | None = None
         self._last = (done, time.perf_counter())
 
-    def update(self, row: Row, totals: Totals) -> None:
+    def update(self, row: Row, totals: Totals, total: int) -> None:
         self._score = score_text(row) if "accuracy" in row else self._score
         step, (last_step, last_s) = row["step"], self._last
-        if step % self._every and step != self._total:
+        if step % self._every and step != total:
             return
         now = time.perf_counter()
         speed = (step - last_step) / max(1e-9, now - last_s)
         self._last = (step, now)
-        text = f"step {step}/{self._total}  {figures(row, totals, self._score)}  {speed:.0f} steps/s"
+        text = f"step {step}/{total}  {figures(row, totals, self._score)}  {speed:.0f} steps/s"
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hvdcomp.config import ConfigError, RunConfig
 from hvdcomp.training import checkpoint, parts
+from hvdcomp.training.batch_size import BatchSizes
 from hvdcomp.training.checkpoint import Latest
 from hvdcomp.training.data import IGNORED, Batch, batches, test_batches
 from hvdcomp.training.environment import environment
@@ -66,6 +67,7 @@ class Trainer:
         self.stepper = Step(
             config, worker.device, self.model, self.optimizer, parts.training_loss(self.data, config), self.scaler
         )
+        self.batch_sizes = BatchSizes(config, worker.count)
         self.telemetry = Telemetry(self.optimizer)
         self.totals = Totals()
         self.step, self.epoch, self.seen = 0, 0, 0
@@ -102,16 +104,21 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Steps that the run has when it is done."""
+        """Steps that the run has when it is done, if steps go on to have as many batches as now."""
         if self.config.steps is not None:
             return self.config.steps
-        per_epoch, rest = (parts.steps_of_epoch(self.data, self.config, self.worker.count, at) for at in (0, self.seen))
-        return self.step + rest + per_epoch * max(0, self.config.epochs - self.epoch - 1)
+        if self.epoch >= self.config.epochs:
+            return self.step
+        per_epoch, rest = (
+            parts.steps_of_epoch(self.data, self.config, self.worker.count, at, self.batch_sizes.passes)
+            for at in (0, self.seen)
+        )
+        return self.step + rest + per_epoch * (self.config.epochs - self.epoch - 1)
 
     def _train(self, metrics: Any, display: Display, began: float) -> dict[str, float]:
-        total, result = self.total_steps, {}
+        result: dict[str, float] = {}
         self._began = self.clock()
-        for group in self._groups(total):
+        for group, total in self._groups():
             row = self._timed_step(group, total)
             with self._untimed():
                 self.totals.add(row, self.telemetry.layer_bytes())
@@ -120,17 +127,17 @@ class Trainer:
                     result = self.evaluate()
                     row |= {**result, "layer_bytes": self.totals.layer_bytes}
                 metrics.write(row)
-                display.update(row, self.totals)
+                display.update(row, self.totals, total)
                 self.totals.seconds = time.perf_counter() - began
                 self._safeguard()
         return result or self.evaluate()
 
-    def _groups(self, total: int) -> Iterator[list[Batch]]:
-        """The batches of each step until the run is done; the position is kept up to date for checkpoints.
+    def _groups(self) -> Iterator[tuple[list[Batch], int]]:
+        """The batches of each step until the run is done, and how many steps it will have.
 
-        The last step of an epoch takes what is left.
+        The position is kept up to date for checkpoints. The last step of an epoch takes what is left.
         """
-        while self.step < total:
+        while self.step < (total := self.total_steps):
             shard = batches(
                 self.data.train,
                 seed=self.config.seed,
@@ -141,11 +148,17 @@ class Trainer:
                 batch_size=self.config.data.batch_size,
                 readers=self.config.data.readers,
             )
-            while group := list(islice(shard, self.config.accumulate)):
+            while group := list(islice(shard, self.batch_sizes.passes)):
                 self.seen = group[-1].end
-                yield group
+                yield group, total
                 if self.step >= total:
                     return
+            end = float(self.epoch + 1)
+            lr, next_lr = (
+                self._lr(Position(step, total, epoch, end, self.worker.count))
+                for step, epoch in ((self.step - 1, float(self.epoch)), (self.step, end))
+            )
+            self.batch_sizes.end_epoch(lr, next_lr)
             self.epoch, self.seen = self.epoch + 1, 0
 
     def _timed_step(self, batches: Sequence[Batch], total: int) -> dict[str, Any]:
@@ -154,7 +167,7 @@ class Trainer:
         The iteration began where the last one ended, and so with loading the batch.
         """
         at = self._position(batches, total)
-        lr, next_lr = (self._lr(position) for position in (at, at.following()))
+        lr, next_lr = (self.batch_sizes.factor * self._lr(position) for position in (at, at.following()))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         samples = sum(batch.samples for batch in batches)
@@ -163,10 +176,18 @@ class Trainer:
             self.last_loss = self.stepper.backward(batches)
         self.telemetry.tell(samples, self.last_loss, next_lr)
         self.stepper.update()
+        self.batch_sizes.add(self.model.named_parameters(), len(batches))
         self.step += 1
         began, self._began = self._began, self.clock()
         record = self.telemetry.step_record(self._began - began)
-        return {"step": self.step, "epoch": self.epoch, "loss": self.last_loss, "lr": lr, **record}
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": self.last_loss,
+            "lr": lr,
+            "batches": len(batches),
+            **record,
+        }
 
     def _lr(self, at: Position) -> float:
         return self.config.optimizer.lr * lr_factor(self.config.lr_schedule, at)
@@ -231,6 +252,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "batch_sizes": self.batch_sizes.state_dict(),
             "totals": self.totals.state_dict(),
             "position": {"step": self.step, "epoch": self.epoch, "seen": self.seen},
             "loss": self.last_loss,
@@ -264,6 +286,7 @@ class Trainer:
         self.model.load_state_dict(own["buffers"], strict=False)
         self.optimizer.load_state_dict(shared["optimizer"])
         self.scaler.load_state_dict(shared["scaler"])
+        self.batch_sizes.load_state_dict(shared["batch_sizes"])
         self.telemetry.restore([part["compressor"] for part in owns], on_world_change)
         self.totals = Totals(**shared["totals"])
         self.last_loss = shared["loss"]
