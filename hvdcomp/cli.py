@@ -525,7 +525,7 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _datasets() -> list[dict[str, Any]]:
-    from hvdcomp.training.data import DATASETS
+    from hvdcomp.training.datasets import DATASETS
 
     return [
         {"name": entry.name, "parameters": _plain(entry.parameters), "summary": entry.summary} for entry in DATASETS

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,15 @@ def test_faulty_cifar_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "cifar-100-binary" / "test.bin").write_bytes(b"x" * 3073)
     with pytest.raises(ValueError, match=r"test\.bin is no part of CIFAR-100: must hold records of 3074 bytes"):
         cifar100(str(tmp_path))
+
+
+def test_the_command_lists_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdcomp", "list", "datasets", "--json"], capture_output=True, check=True
+    )
+    listed = {row["name"]: row for row in json.loads(done.stdout)}
+    assert set(listed) == {"digits", "pydoc", "cifar10", "cifar100", "imagenet", "ptb", "wikitext2"}
+    assert listed["cifar10"]["parameters"] == {"root": "data", "augment": True}
 
 
 def test_a_missing_data_set_is_one_error_before_the_run(tmp_path: Path) -> None:

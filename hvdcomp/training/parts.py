@@ -19,9 +19,9 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
 from hvdcomp.plugin import AUTO, automatic, layout_of
 from hvdcomp.schedules import Assigning, Schedule, Warmup
-from hvdcomp.training import images, text  # noqa: F401 - they register their data sets
 from hvdcomp.training.batch_size import BatchSizes
-from hvdcomp.training.data import DATASETS, Data, as_data, epoch_spans, test_batches
+from hvdcomp.training.data import Data, as_data, epoch_spans, test_batches
+from hvdcomp.training.datasets import DATASETS
 from hvdcomp.training.models import MODELS
 from hvdcomp.training.registry import Entry, Registry
 
