@@ -23,14 +23,14 @@ collective's start to the last one's end, overlaps the parts."""
 class MetricsLog:
     """Writes metrics.jsonl, flushed line by line, and every `log_every` steps a point to TensorBoard.
 
-    A line holds, all of worker 0: step (from 1), epoch (from 0), loss (of its own part of the batch), lr,
-    batches (that it computed); cf that was sent (1 is dense), decision (which of the two levels was sent; -1 is dense, or no adaptive schedule), levels (the
-    two CFs that were evaluated) and gains (the smoothed gain at each), skipped; bytes_sent (handed to collectives),
-    bytes_dense (what plain Horovod would have handed over), bytes_received, messages (of its collectives, one after the
-    other), elements (that each method compressed); and the `TIMES` in seconds, those of the modelled network if there
-    is one. After a step that was followed by an evaluation: accuracy, top5_accuracy, test_loss and (of a text)
-    perplexity, over the test set, of all workers; layer_bytes ([sent, dense] of each tensor, since the run began).
-    null: not known.
+    A line holds, all of worker 0: step (from 1), epoch (from 0), loss (of its own part of the batch), lr, batches (that
+    it computed); cf that was sent (1 is dense), decision (which of the two levels was sent; -1 is dense, or no adaptive
+    schedule), levels (the two CFs that were evaluated) and gains (the smoothed gain at each), skipped; bytes_sent
+    (handed to collectives), bytes_dense (what plain Horovod would have handed over), bytes_received, messages (of its
+    collectives, one after the other), elements (that each method compressed); and the `TIMES` in seconds, those of the
+    modelled network if there is one. After a step that was followed by an evaluation: accuracy, top5_accuracy,
+    test_loss and (of a text) perplexity, over the test set, of all workers; layer_bytes ([sent, dense] of each tensor,
+    since the run began). null: not known.
 
     Under a schedule that assigns settings to units (tensors): switched, where some change (unit: its setting from the
     next step on); and at the end of a phase over which gradients were added up, phase: its steps, units (name: shape),
