@@ -31,6 +31,9 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure what methods cost and save on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+schedule_ = typer.Typer(help="Look at schedules without training.", no_args_is_help=True)
+app.add_typer(schedule_, name="schedule")
+
 NetworkName = Annotated[
     str | None, typer.Option(help="Instead of CONFIG: resnet50, resnet101, vgg16, lstm-ptb, bert-base, ...")
 ]
@@ -395,6 +398,36 @@ def exchange(
     _print_table(bench_exchange.table(rows))
     if predict:
         typer.echo(bench_prediction.errors(rows))
+
+
+@schedule_.command()
+def replay(
+    metrics: Annotated[Path, typer.Argument(metavar="METRICS.jsonl", help="Of a run's folder.")],
+    parameters: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME=VALUE", help="The schedule's, for example epsilon=0.9")
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="A name, {name: ..., ...}, or a configuration file that has one.")
+    ] = "gravac",
+    workers: Annotated[
+        int | None, typer.Option("-np", "--workers", min=1, help="Of the run; default: what its summary.json says.")
+    ] = None,
+) -> None:
+    """Say what a schedule would have decided on a recorded run, and where that differs from what was done."""
+    from hvdcomp.training import replay as replaying
+
+    def action() -> tuple[int, list[dict[str, str]], str]:
+        rows = replaying.read_trace(metrics)
+        chosen = replaying.make_schedule(schedule, parameters or [])
+        steps, why = replaying.replay(rows, chosen, workers or replaying.workers_of(metrics) or 1)
+        return len(steps), replaying.differences(steps), why
+
+    count, table, why = _checked(action)
+    if table:
+        _print_table(table)
+    typer.echo(f"{count} steps replayed, {'otherwise in the above' if table else 'all as they were'}")
+    if why:
+        typer.echo(f"stopped there: {why}")
 
 
 def main() -> None:

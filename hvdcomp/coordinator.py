@@ -6,6 +6,7 @@ Over MPI this takes microseconds on a communicator of its own (mpi4py); elsewher
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,8 @@ class Coordinator:
     def __init__(self, schedule: Schedule, channel: Channel) -> None:
         self.schedule = schedule
         self.channel = channel
+        self.statistics: Statistics | None = None
+        """What the last decision was made on, on the root."""
         self._fault: Exception | None = None
 
     def decide(self, statistics: list[float]) -> Decision:
@@ -49,7 +52,8 @@ class Coordinator:
         vector = np.full(Decision.SIZE, np.nan)
         if self.channel.root and self._fault is None:
             try:
-                vector[:] = self.schedule.decide(Statistics.from_vector(total.tolist())).to_vector()
+                self.statistics = Statistics.from_vector(total.tolist())
+                vector[:] = self.schedule.decide(self.statistics).to_vector()
             except Exception as error:
                 self._fault = error
         vector = self.channel.from_root(vector)
@@ -61,9 +65,16 @@ class Coordinator:
 
     def observe(self, seconds: float, compress_s: float, samples: float) -> None:
         """Tell the schedule what the last step cost, on the root; if it fails, so does the next :meth:`decide`."""
+        self._tell(lambda: self.schedule.observe(seconds, compress_s, samples))
+
+    def hear(self, lr: float, loss: float) -> None:
+        """Tell the schedule the next learning rate and the last loss, as :meth:`observe` does the time."""
+        self._tell(lambda: self.schedule.hear(lr, loss))
+
+    def _tell(self, what: Callable[[], None]) -> None:
         if self.channel.root:
             try:
-                self.schedule.observe(seconds, compress_s, samples)
+                what()
             except Exception as error:
                 self._fault = error
 

@@ -49,6 +49,7 @@ class StepRecord:
         exchange_s: from the first collective's start to the last one's end.
         wait_s: the part of it in which this worker only waited.
         decide_s: waiting for the decision.
+        statistics: what the decision was made on, on the worker that decides.
         evidence: what a schedule that assigns was told of this step, on the worker that decides.
         switched: the units whose setting such a schedule changes from the next step on, with the new one.
         sent: the tensors of each unit, and the bytes that it handed to collectives, headers of frames apart.
@@ -72,6 +73,7 @@ class StepRecord:
     exchange_s: float = 0.0
     wait_s: float = 0.0
     decide_s: float = 0.0
+    statistics: Statistics | None = None
     evidence: Evidence | None = None
     switched: dict[str, Setting] = field(default_factory=dict)
     sent: list[tuple[list[Spec], int]] = field(default_factory=list, repr=False)
@@ -390,6 +392,8 @@ class Exchange:
         if self.coordinator is not None and not record.fell_back:
             if math.isfinite(seconds):
                 self.coordinator.observe(seconds, record.compress_s, samples)
+            if not record.skipped:
+                self.coordinator.hear(told.next_lr, told.loss)
             if self._ahead:
                 decision = self._ask(self.coordinator, self._shares)
                 self._gains = decision.gains
@@ -405,6 +409,7 @@ class Exchange:
         total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE
         with self._timed("decide_s"):
             decision = coordinator.decide(total)
+        self._record.statistics = coordinator.statistics
         self.levels = decision.levels
         return decision
 

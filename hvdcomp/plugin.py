@@ -82,10 +82,15 @@ def as_schedule(schedule: Schedule | str | None, compressor: Compressor) -> tupl
         raise ValueError(f"schedule must be a name or a hvdcomp.schedules.Schedule, got {schedule!r}")
     if isinstance(chosen, Assigning):
         return chosen, compressor
-    if (chosen.adaptive or chosen.cf_at(0) is not None) and not compressor.has_levels:
+    if (chosen.adaptive or chosen.cf_at(0) is not None) and not compressor.takes_factors:
         raise ValueError(
             f"schedule {chosen.name!r} chooses a compression factor, which {compressor.name!r} does not have; "
-            "use a sparse method such as topk, or leave the schedule out"
+            "use a sparse method such as topk, or powersgd, or leave the schedule out"
+        )
+    if chosen.adaptive and not chosen.exact and not compressor.has_levels:
+        raise ValueError(
+            f"schedule {chosen.name!r} with exact=False estimates the gain of the largest elements, which is not what "
+            f"{compressor.name!r} sends: use exact=True, or a sparse method such as topk"
         )
     return chosen, compressor.as_selector() if chosen.adaptive else compressor
 

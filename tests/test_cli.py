@@ -77,7 +77,7 @@ def test_lists_tell_what_is_there() -> None:
     ("arguments", "says"),
     [
         (["train", "{config}", "-np", "2", "optimizer.momentom=1"], "did you mean 'momentum'"),
-        (["train", "{config}", "-np", "2", "schedule=gravac", "compression=powersgd"], "powersgd has none"),
+        (["train", "{config}", "-np", "2", "schedule=gravac", "compression=qsgd"], "qsgd has none"),
         (["train", "{config}x", "-np", "2"], "there is no file"),
         (["train", "--show", "{config}", "seed=-1"], "seed must be greater than or equal to 0"),
         (["train", "{config}", "-np", "100"], "59 training samples are too few for 100 workers"),

@@ -133,6 +133,7 @@ def test_defaults_are_the_papers_exponential_settings() -> None:
     assert GraVAC().describe() == {
         "name": "gravac", "cf_min": 10, "cf_max": 1000, "policy": "exponential", "epsilon": 0.7, "omega": 0.01,
         "window": 500, "gain": "squared", "throughput": "mean", "ratio": 2, "exact": True,
+        "lr_drop": None, "loss_rise": None, "gain_fall": None,
     }  # fmt: skip
 
 
@@ -860,3 +861,90 @@ def test_schedules_import_nothing_that_communicates() -> None:
     path = str(Path(schedules.__file__).parents[1])
     run = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+# -- opening the search again ---------------------------------------------------------------------------------------
+
+
+def searched(**given: Any) -> GraVAC:
+    """A search that has come to CF 40, with gains that differ."""
+    schedule = gravac(cf_max=1000, omega=0, window=2, **given)
+    for _ in range(4):
+        schedule.decide(shares(0.9, 0.8))
+    assert schedule.levels == (10, 40)
+    return schedule
+
+
+def test_by_default_nothing_opens_the_search_again() -> None:
+    schedule = searched()
+    for lr, loss in ((0.1, 1.0), (0.001, 9.0), (0.1, 99.0)):
+        schedule.hear(lr, loss)
+    schedule.decide(shares(0.1, 0.1))
+    assert schedule.levels == (10, 40)
+
+
+def test_a_drop_of_the_learning_rate_opens_the_search_again() -> None:
+    schedule = searched(lr_drop=0.5)
+    for lr in (0.1, 0.06, math.nan, 0.031, 0.2, 0.11):
+        schedule.hear(lr, math.nan)
+        assert schedule.levels == (10, 40)
+    schedule.hear(0.055, math.nan)
+    assert sent(schedule.decide(shares(0.9, 0.7))) == (40, 1)  # what all ranks have evaluated is still sent
+    assert schedule.levels == (10, 10)
+    assert schedule.throughputs == {}
+    assert schedule.decide(shares(0.8, 0.8)).gains == (0.8, 0.8)
+
+
+def test_a_rise_of_the_loss_opens_the_search_again() -> None:
+    schedule = searched(loss_rise=0.1)
+    for loss in (1.0, 0.5, 0.5, 0.55, math.nan, 0.5):
+        schedule.hear(0.1, loss)
+    assert schedule.levels == (10, 40)
+    schedule.hear(0.1, 2.0)
+    assert schedule.decide(shares(0.9, 0.8)).levels == (10, 10)
+    schedule.hear(0.1, 2.0)  # which now is the lowest
+    schedule.decide(shares(0.9, 0.9))
+    schedule.decide(shares(0.9, 0.9))
+    assert schedule.levels[1] > 10
+
+
+def test_a_fall_of_the_gain_opens_the_search_again() -> None:
+    schedule = searched(gain_fall=0.5, epsilon=0.0)
+    assert schedule.decide(shares(0.46, 0.4)).levels == (10, 40)
+    schedule = searched(gain_fall=0.5, epsilon=0.0)
+    assert schedule.decide(shares(0.45, 0.4)).levels == (10, 10)
+
+
+def test_a_search_that_may_open_again_resumes_bitwise() -> None:
+    def fresh() -> GraVAC:
+        return gravac(window=3, lr_drop=0.5, loss_rise=0.2, gain_fall=0.3)
+
+    rng = random.Random(3)
+    trace = [(rng.uniform(0.3, 1), rng.choice([0.1, 0.1, 0.04]), rng.uniform(1, 2)) for _ in range(50)]
+
+    def run(schedule: GraVAC, steps: Sequence[tuple[float, float, float]]) -> list[Decision]:
+        made = []
+        for gain, lr, loss in steps:
+            made.append(schedule.decide(shares(gain, gain / 2)))
+            schedule.hear(lr, loss)
+        return made
+
+    expected = run(fresh(), trace)
+    for at in range(0, 50, 6):
+        first, second = fresh(), fresh()
+        before = run(first, trace[:at])
+        second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+        assert before + run(second, trace[at:]) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"lr_drop": 1}, "lr_drop must be below 1"),
+        ({"loss_rise": 0}, "loss_rise must be >= 1e-09"),
+        ({"gain_fall": 2}, "gain_fall must be between 1e-09 and 1, got 2"),
+    ],
+)
+def test_what_can_open_no_search_is_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GraVAC(**params)

@@ -408,7 +408,7 @@ def test_without_compression_a_nan_travels_as_with_plain_horovod() -> None:
 @pytest.mark.parametrize("name", ["topk", "mstopk", "randomk", "dgc", "powersgd"])
 def test_gains_from_a_sample_are_near_those_of_a_selection(name: str) -> None:
     if name == "powersgd":
-        with pytest.raises(ValueError, match="does not have"):
+        with pytest.raises(ValueError, match="exact=False estimates the gain of the largest elements"):
             World(2, name, schedule=GraVAC(exact=False))
         return
     gains: dict[bool, tuple[float, float]] = {}
@@ -627,8 +627,8 @@ def test_a_static_schedule_gives_the_factor() -> None:
 
 @pytest.mark.parametrize("schedule", [GraVAC(), Static(cf=10), Warmup(5), "gravac"])
 def test_a_schedule_needs_a_method_with_levels(schedule: Any) -> None:
-    with pytest.raises(ValueError, match=r"'powersgd' does not have.*use a sparse method such as topk"):
-        World(2, "powersgd", schedule=schedule)
+    with pytest.raises(ValueError, match=r"'qsgd' does not have.*use a sparse method such as topk"):
+        World(2, "qsgd", schedule=schedule)
 
 
 def test_a_world_checks_what_it_is_given() -> None:
@@ -822,3 +822,72 @@ def test_a_mean_that_a_half_cannot_hold_is_its_largest() -> None:
     assert world.step(grads)[0]["w"].tolist() == [0.0, 65_504.0]
     assert world.step(grads)[0]["w"].tolist() == [-65_504.0, 0.0]
     assert not world.skipped
+
+
+# -- PowerSGD by rank ------------------------------------------------------------------------------------------------
+
+
+def test_a_factor_gives_powersgd_its_rank() -> None:
+    """At most n1 n2 / cf floats travel, and one column more would be too many."""
+    world = World(2, "powersgd", schedule=Warmup(1, cfs=[2, 4, 16], cf=1000))
+    for cf in (2, 4, 16, 1000, 1000):
+        grads = [{"w": torch.randn(60, 40)} for _ in range(2)]
+        means = world.step(grads)
+        rank = max(1, int(2400 / (100 * cf)))
+        assert world.nbytes == 4 * 100 * rank
+        assert torch.linalg.matrix_rank(means[0]["w"]) == rank
+
+
+def test_gains_of_powersgds_ranks_are_those_by_hand() -> None:
+    """Of one worker what is sent is what was measured, at either rank."""
+    for epsilon, level in ((0.01, 1), (0.9999, -1)):
+        schedule = GraVAC(cf_min=3, cf_max=12, window=1, epsilon=epsilon, omega=0, policy="geometric", ratio=4)
+        world = World(1, "powersgd", schedule=schedule)
+        matrix = torch.randn(60, 40) @ torch.diag(torch.arange(40) + 1.0)
+        for step in range(3):
+            whole = matrix if step == 0 else matrix + world.residual(0, "w")
+            mean = world.step([{"w": matrix}])[0]["w"]
+            decision = world.decision
+            assert decision is not None
+            assert decision.level == (level if step or level < 0 else 1)
+            share = float(mean.double().square().sum() / whole.double().square().sum())
+            if decision.level < 0:
+                assert torch.allclose(mean, whole)
+            elif step == 0:
+                assert decision.gains[1] == pytest.approx(share, rel=1e-4)
+            torch.testing.assert_close(mean + world.residual(0, "w"), whole, rtol=1e-4, atol=1e-3)
+
+
+def test_powersgd_under_gravac_keeps_the_columns_that_a_lower_rank_does_not_use() -> None:
+    schedule = GraVAC(cf_min=3, cf_max=12, window=1, epsilon=0.0, omega=0, policy="geometric", ratio=4)
+    world = World(2, "powersgd", schedule=schedule)
+    for _ in range(4):
+        world.step([{"w": torch.randn(60, 40)} for _ in range(2)])
+        assert world._buckets[0][0].parts[0].unit.state["q"].shape == (40, 8)
+    assert world.nbytes == 4 * 100 * 2
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 2), (0, 5), ()])
+def test_what_powersgd_sends_dense_needs_no_decision(shape: tuple[int, ...]) -> None:
+    world = World(2, "powersgd", schedule=GraVAC(window=1))
+    grads = [{"w": torch.randn(shape)} for _ in range(2)]
+    assert torch.allclose(world.step(grads)[0]["w"], (grads[0]["w"] + grads[1]["w"]) / 2)
+
+
+def test_powersgd_under_gravac_may_start_dense() -> None:
+    schedule = GraVAC(cf_min=1, cf_max=12, window=1, epsilon=0.99, omega=0, policy="geometric", ratio=12)
+    world = World(2, "powersgd", schedule=schedule)
+    sent = []
+    for matrix in (torch.randn(60, 40), torch.randn(60, 40), torch.randn(60, 1) @ torch.randn(1, 40)):
+        for _ in range(4):
+            grads = [{"w": matrix}] * 2
+            means = world.step(grads)
+            assert world.decision is not None
+            sent.append(world.decision.cf)
+            if sent[-1] == 1:
+                assert torch.allclose(means[0]["w"], matrix, atol=1e-5)
+    assert sent[:8] == [1] * 8
+    assert world.schedule is not None
+    assert world.schedule.levels == (1, 12)
+    assert world.decision.gains[0] == 1
+    assert 0 < world.decision.gains[1] < 1

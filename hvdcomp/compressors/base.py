@@ -31,7 +31,9 @@ class Compressor(ABC):
     error_feedback: bool = False
     """What was not sent is added to the next gradient; the default is the method's definition."""
     has_levels: ClassVar[bool] = False
-    """The method has a compression factor that a schedule may choose."""
+    """The method has a parameter ``cf``, its compression factor."""
+    takes_factors: ClassVar[bool] = False
+    """A schedule may choose the compression factor, whatever the method's own parameter is."""
     needs_matrices: ClassVar[bool] = False
     """The method uses a tensor's shape, so that tensors cannot be put together before it."""
     default_exclude: ClassVar[tuple[str, ...]] = ("1d",)

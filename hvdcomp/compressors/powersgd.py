@@ -11,8 +11,8 @@ from hvdcomp.checks import check_count, check_flag
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.dense import dense_rounds
 from hvdcomp.compressors.randomk import shared_seed
-from hvdcomp.compressors.requests import Allreduce, LowRank, Rounds, Unit, Volume
-from hvdcomp.kernels import orthogonalise
+from hvdcomp.compressors.requests import Allreduce, Decide, LowRank, Rounds, Unit, Volume
+from hvdcomp.kernels import orthogonalise, squared_norm
 
 
 class PowerSGD(Compressor):
@@ -31,6 +31,7 @@ class PowerSGD(Compressor):
     name: ClassVar[str] = "powersgd"
     collective: ClassVar[str] = "allreduce"
     needs_matrices: ClassVar[bool] = True
+    takes_factors: ClassVar[bool] = True
     source: ClassVar[str] = "Vogels et al. 2019, Algorithm 1"
 
     def __init__(
@@ -44,16 +45,45 @@ class PowerSGD(Compressor):
         )
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
-        factors = self._factors(unit.shape)
+        if unit.levels is not None:
+            return (yield from self._decided_rounds(acc, unit, unit.levels))
+        factors = self._factors(unit.shape, unit.cf)
         if factors is None:
             return (yield from dense_rounds(acc, unit))
         rows, columns, rank = factors
         matrix = acc.view(rows, columns)
-        p = yield Allreduce(self._project(matrix, rank, unit))
+        # With as many columns as M, Q spans everything, so P = M loses nothing.
+        projected = matrix if rank == columns else matrix @ self._q(matrix, rank, unit)
+        return (yield from self._factorised(matrix, projected, {}))
+
+    def _decided_rounds(self, acc: Tensor, unit: Unit, levels: tuple[float, float]) -> Rounds:
+        """The schedule chooses the rank, by what each would keep of this worker's own matrix."""
+        higher = self._factors(unit.shape, levels[1])
+        if higher is None:
+            return (yield from dense_rounds(acc, unit))
+        rows, columns, fewest = higher
+        lower = self._factors(unit.shape, levels[0])
+        most = fewest if lower is None else lower[2]
+        matrix = acc.view(rows, columns)
+        q = self._q(matrix, most, unit)
+        projected = matrix @ q
+        squares = (orthogonalise(projected).t() @ matrix).double().square().sum(dim=1)
+        whole = squared_norm(acc) if lower is None else squares.sum()  # a CF of 1 keeps all
+        level = yield Decide((whole, squares[:fewest].sum()))
+        if level < 0 or levels[level] == 1:
+            return (yield from dense_rounds(acc, unit))
+        rank = (most, fewest)[level]
+        return (yield from self._factorised(matrix, projected[:, :rank].contiguous(), {"q": q[:, rank:]}))
+
+    @staticmethod
+    def _factorised(matrix: Tensor, projected: Tensor, unused: dict[str, Tensor]) -> Rounds:
+        """The two allreduces; ``unused`` holds columns of Q that a higher rank may want later."""
+        p = yield Allreduce(projected)
         p = orthogonalise(p)
         q_own = p.t().contiguous() @ matrix  # Q transposed: the other way round takes three times as long
         q = yield Allreduce(q_own)
-        return LowRank(p, q.t(), q_own.t(), state={"q": q.t()})
+        columns = [q.t(), *(left.to(q) for left in unused.values())]
+        return LowRank(p, q.t(), q_own.t(), state={"q": torch.cat(columns, dim=1) if unused else q.t()})
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
         factors = self._factors(torch.Size(shape))
@@ -62,25 +92,24 @@ class PowerSGD(Compressor):
         rows, columns, rank = factors
         return [Volume(0, "allreduce", 4 * rows * rank), Volume(1, "allreduce", 4 * columns * rank)]
 
-    def _factors(self, shape: torch.Size) -> tuple[int, int, int] | None:
+    def _factors(self, shape: torch.Size, cf: float | None = None) -> tuple[int, int, int] | None:
         """(n1, n2, rank) of the matrix that a shape stands for, None where it is sent dense."""
-        if len(shape) < 2 or shape.numel() == 0:
+        if len(shape) < 2 or shape.numel() == 0 or cf == 1:
             return None
         rows, columns = shape[0], shape.numel() // shape[0]
-        rank = min(self.rank, rows, columns)
+        wanted = self.rank if cf is None else max(1, int(rows * columns / ((rows + columns) * cf)))
+        rank = min(wanted, rows, columns)
         small = (rows + columns) * rank >= rows * columns
         return None if small and self.small_matrix_rule else (rows, columns, rank)
 
-    def _project(self, matrix: Tensor, rank: int, unit: Unit) -> Tensor:
-        """P = M Q before its allreduce. With as many columns as M, Q spans everything, so P = M loses nothing."""
-        if rank == matrix.shape[1]:
-            return matrix
+    def _q(self, matrix: Tensor, rank: int, unit: Unit) -> Tensor:
+        """Q of the last step, its columns scaled; new ones where it had fewer."""
         q = unit.state.get("q", torch.empty(matrix.shape[1], 0, dtype=torch.float64))[:, :rank]
         if q.shape[1] < rank or not q.any(dim=0).all():  # a column that met zeros only would find nothing ever again
             drawn = self._first_q(matrix.shape[1], rank, unit).to(q)
             q = torch.cat([torch.where(q.any(dim=0), q, drawn[:, : q.shape[1]]), drawn[:, q.shape[1] :]], dim=1)
         q = q.to(matrix)
-        return matrix @ (q / q.abs().amax(dim=0))  # the last q is as large as its matrix, whose square may overflow
+        return q / q.abs().amax(dim=0)  # the last q is as large as its matrix, whose square may overflow
 
     def _first_q(self, columns: int, rank: int, unit: Unit) -> Tensor:
         generator = torch.Generator().manual_seed(shared_seed(self.seed, unit.name) >> 1)

@@ -58,6 +58,7 @@ class Sparsifier(Compressor):
     """
 
     has_levels: ClassVar[bool] = True
+    takes_factors: ClassVar[bool] = True
 
     def __init__(self, cf: float = 100.0, error_feedback: bool = True) -> None:
         self.cf = check_number("cf", cf, 1, hint="cf is original size / compressed size; for 1 % use cf=100")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from hvdcomp.checks import check_count, check_flag, check_number
 from hvdcomp.schedules.assigning import Assigning, Evidence, Setting
-from hvdcomp.schedules.base import check_state_keys
+from hvdcomp.schedules.base import LrWatch, check_below_1, check_state_keys
 
 LOW, HIGH = 0, 1
 """Indices of the settings: of little compression, and of much."""
@@ -24,18 +24,6 @@ def is_critical(before: float, now: float, eta: float) -> bool:
     [True, False, True, True]
     """
     return before == 0 or abs(before - now) >= eta * before
-
-
-class _LrWatch:
-    """Tells drops of the learning rate from its ordinary course."""
-
-    def __init__(self, drop: float, last: float | None = None) -> None:
-        self.drop = drop
-        self.last = last
-
-    def drops_to(self, lr: float) -> bool:
-        before, self.last = self.last, lr
-        return before is not None and lr <= self.drop * before
 
 
 _DOCS: dict[str, str] = {
@@ -95,9 +83,9 @@ class Accordion(Assigning):
         )  # fmt: skip
         self.eta = check_number("eta", eta, 0, 1, hint=_DOCS["eta"])
         self.interval = check_count("interval", interval, hint=_DOCS["interval"])
-        self.lr_drop = _checked_drop(lr_drop)
+        self.lr_drop = check_below_1("lr_drop", lr_drop)
         self._steps = 0
-        self._lr = _LrWatch(self.lr_drop)
+        self._lr = LrWatch(self.lr_drop)
         self._norms: dict[str, float] = {}
         self._levels: dict[str, int] = {}
 
@@ -143,7 +131,7 @@ class Accordion(Assigning):
         """Go on from `state_dict()`; parameters may differ from the saved run's."""
         check_state_keys("Accordion", state, self.state_dict())
         self._steps = state["steps"]
-        self._lr = _LrWatch(self.lr_drop, state["lr"])
+        self._lr = LrWatch(self.lr_drop, state["lr"])
         self._norms, self._levels = dict(state["norms"]), dict(state["levels"])
 
     def _epoch(self) -> int:
@@ -192,7 +180,7 @@ class AccordionBatchSize:
             raise ValueError(f"high must be a multiple of low, got {high} of {low} (gradients are accumulated)")
         self.eta = check_number("eta", eta, 0, 1, hint=_DOCS["eta"])
         self.interval = check_count("interval", interval, hint=_DOCS["interval"])
-        self.lr_drop = _checked_drop(lr_drop)
+        self.lr_drop = check_below_1("lr_drop", lr_drop)
         self.shrinks = check_flag("shrinks", shrinks, hint="go back to the small batch in a critical regime")
         self.batch = self.low
         """Samples of all workers in a step."""
@@ -280,11 +268,3 @@ def _setting(name: str, setting: Any) -> dict[str, Any] | None:
     if setting is not None and not isinstance(setting, Mapping):
         raise ValueError(f'{name} must be parameters of the method such as {{"rank": 2}}, got {setting!r}')
     return None if setting is None else dict(setting)
-
-
-def _checked_drop(value: float) -> float:
-    if check_number("lr_drop", value, 0, 1, hint=_DOCS["lr_drop"]) == 1:
-        raise ValueError(
-            "lr_drop must be below 1, got 1 (a rate that stays would be a drop; the paper takes about 0.999)"
-        )
-    return float(value)

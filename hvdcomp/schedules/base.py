@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdcomp.checks import check_count
+from hvdcomp.checks import check_count, check_number
 
 DENSE = -1
 """`Decision.level` of a step that is exchanged uncompressed."""
@@ -147,6 +147,10 @@ class Schedule(ABC):
         A step whose time means nothing (the first, one with an evaluation inside) is simply not observed.
         """
 
+    def hear(self, lr: float, loss: float) -> None:
+        """After each step that was made, on rank 0: the next step's learning rate, rank 0's loss; nan: not known."""
+        return None
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What it has learned, as JSON-able values; a resumed schedule goes on bitwise alike."""
@@ -198,6 +202,31 @@ class Undecided(Schedule):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state_keys(f"the {self.name} schedule", state, ())
+
+
+class LrWatch:
+    """Tells drops of the learning rate from its ordinary course.
+
+    Args:
+        drop: a rate that falls to this share of the last one or less has dropped.
+        last: the rate that was seen last, None before the first.
+    """
+
+    def __init__(self, drop: float, last: float | None = None) -> None:
+        self.drop = drop
+        self.last = last
+
+    def drops_to(self, lr: float) -> bool:
+        before, self.last = self.last, lr
+        return before is not None and lr <= self.drop * before
+
+
+def check_below_1(name: str, value: Any) -> float:
+    """`value` if it is a number in [0, 1), a share to which something falls, else a ValueError."""
+    number = check_number(name, value, 0, 1, hint="a share; for a fall to a tenth 0.1")
+    if number == 1:
+        raise ValueError(f"{name} must be below 1, got 1 (what stays would have fallen; for any fall at all 0.999)")
+    return number
 
 
 def check_state_keys(owner: str, state: Mapping[str, Any], expected: Collection[str]) -> None:

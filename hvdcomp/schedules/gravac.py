@@ -18,8 +18,10 @@ from hvdcomp.checks import check_choice, check_count, check_flag, check_number
 from hvdcomp.schedules.base import (
     DENSE,
     Decision,
+    LrWatch,
     Schedule,
     Statistics,
+    check_below_1,
     check_state_keys,
 )
 
@@ -93,6 +95,14 @@ class GraVAC(Schedule):
             paper. False: a step compresses once, at the factor that the last step's gains decided, and gains are
             estimated from a sample of the gradient, as those of the largest elements: it then costs little beyond a
             static factor, and buckets leave while the backward pass still runs.
+        lr_drop: the search is opened again when the learning rate falls to this share of itself or less; None: never.
+        loss_rise: the same when rank 0's loss (a moving average over about `window` steps) has risen by this share of
+            its lowest; None: never.
+        gain_fall: the same when cf_min's gain has fallen by this share of what it was as the last window ended.
+
+    Opened again, the search starts as at first, from the first cf_min; averages and recorded throughputs are forgotten,
+    since they are of another time. The paper does none of this: cf_min never comes down, and a critical region that
+    comes late is met by dense steps alone.
 
     Raises ValueError for a value out of these bounds.
     """
@@ -110,6 +120,9 @@ class GraVAC(Schedule):
         "gain": "squared (the paper), norm (its root), or raw (the authors' code; can pass 1)",
         "throughput": "of several recordings of a CF keep their mean, or the last",
         "ratio": "r of the policy, >= 1.01",
+        "lr_drop": "share of itself, in [0, 1), to which a falling learning rate opens the search again; None: never",
+        "loss_rise": "share of its lowest, > 0, by which a rising loss opens the search again; None: never",
+        "gain_fall": "share, in (0, 1], by which a falling gain of cf_min opens the search again; None: never",
         "exact": "compress at both levels and decide at once (the paper); false: once, by the last step's gains",
     }
 
@@ -125,6 +138,9 @@ class GraVAC(Schedule):
         throughput: Throughput = "mean",
         ratio: float = 2.0,
         exact: bool = True,
+        lr_drop: float | None = None,
+        loss_rise: float | None = None,
+        gain_fall: float | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -139,6 +155,13 @@ class GraVAC(Schedule):
         self.gain = check_choice("gain", gain, ("squared", "norm", "raw"))
         self.throughput = check_choice("throughput", throughput, ("mean", "last"))
         self.exact = check_flag("exact", exact, hint="compress at both levels and decide at once, as the paper does")
+        self.lr_drop = None if lr_drop is None else check_below_1("lr_drop", lr_drop)
+        self.loss_rise = None if loss_rise is None else check_number(
+            "loss_rise", loss_rise, 1e-9, hint="of the loss, relative; for a tenth 0.1"
+        )  # fmt: skip
+        self.gain_fall = None if gain_fall is None else check_number(
+            "gain_fall", gain_fall, 1e-9, 1, hint="of the gain, relative; for a half 0.5"
+        )  # fmt: skip
         self.ratio = check_number("ratio", ratio, 1.01, hint="the factor between the first two candidates")
 
         self.candidates = scaled_cfs(self.cf_min, self.cf_max, self.policy, self.ratio)
@@ -149,6 +172,13 @@ class GraVAC(Schedule):
         self._gains: tuple[_Gain | None, _Gain | None] = (None, None)
         self._records: dict[float, _Record] = {}
         self._pending: tuple[float, float] | None = None
+        self._lr = LrWatch(self.lr_drop or 0.0)
+        self._loss: float | None = None
+        self._lowest_loss = math.inf
+        self._gain_before: float | None = None
+        """That of cf_min as the last window ended."""
+        self._opens = False
+        """The next decision opens the search again."""
 
     def prepare(self, workers: int) -> None:
         """The newest gain counts by min(1, workers / 100). Throughputs recorded with other workers are forgotten."""
@@ -182,7 +212,9 @@ class GraVAC(Schedule):
         cf, level, gain = self._choose(gain_min.value, gain_c.value)
         self._pending = (cf, gain)
         self._steps += 1
-        if self._steps >= self.window:
+        if self._opens or self._gain_has_fallen(gain_min.value):
+            self._open_again()
+        elif self._steps >= self.window:
             self._end_window(gain_min, gain_c)
         return Decision(cf, level, skip=False, levels=self._levels, gains=(gain_min.value, gain_c.value))
 
@@ -205,6 +237,14 @@ class GraVAC(Schedule):
         else:
             self._records[cf] = _Record(past.total + newest, past.count + 1)
 
+    def hear(self, lr: float, loss: float) -> None:
+        """Open the search again after a drop of the learning rate or a rise of the loss, where that is wanted.
+
+        That is with the next decision, which still is on the levels that all ranks evaluate.
+        """
+        dropped = self._lr.drops_to(lr) if self.lr_drop is not None and math.isfinite(lr) else False
+        self._opens |= self._loss_has_risen(loss) or dropped
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "parameters": self._fixed_parameters(),
@@ -214,6 +254,11 @@ class GraVAC(Schedule):
             "gains": [None if gain is None else [gain.kept, gain.whole] for gain in self._gains],
             "records": [[cf, record.total, record.count] for cf, record in self._records.items()],
             "pending": None if self._pending is None else list(self._pending),
+            "lr": self._lr.last,
+            "loss": self._loss,
+            "lowest_loss": self._lowest_loss if math.isfinite(self._lowest_loss) else None,
+            "gain_before": self._gain_before,
+            "opens": self._opens,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,6 +282,9 @@ class GraVAC(Schedule):
         self._gains = (gain_min, gain_c)
         self._records = records
         self._pending = None if pending is None else (pending[0], pending[1])
+        self._lr = LrWatch(self.lr_drop or 0.0, state["lr"])
+        self._loss, self._gain_before, self._opens = state["loss"], state["gain_before"], state["opens"]
+        self._lowest_loss = math.inf if state["lowest_loss"] is None else state["lowest_loss"]
         if prepared is not None:
             self.prepare(prepared)
 
@@ -277,8 +325,27 @@ class GraVAC(Schedule):
             cf_min, gain_min = evaluated, gain_c
         ideal = self._saturated_cf()
         candidate = self._above(evaluated) if ideal is None else max(ideal, cf_min)
+        self._gain_before = gain_min.value
         kept_gain_c = gain_min if candidate == cf_min else gain_c if candidate == evaluated else None
         self._levels, self._gains, self._steps = (cf_min, candidate), (gain_min, kept_gain_c), 0
+
+    def _open_again(self) -> None:
+        """Search from the first cf_min once more; what is known of gains, times and the loss is of another time."""
+        self._levels, self._gains, self._steps = (self.cf_min, self.cf_min), (None, None), 0
+        self._records, self._pending = {}, None
+        self._loss, self._lowest_loss, self._gain_before, self._opens = None, math.inf, None, False
+
+    def _gain_has_fallen(self, gain: float) -> bool:
+        before = self._gain_before
+        return self.gain_fall is not None and before is not None and gain <= (1 - self.gain_fall) * before
+
+    def _loss_has_risen(self, loss: float) -> bool:
+        if self.loss_rise is None or not math.isfinite(loss):
+            return False
+        factor = 2 / (self.window + 1)
+        self._loss = loss if self._loss is None else self._loss + factor * (loss - self._loss)
+        self._lowest_loss = min(self._lowest_loss, self._loss)
+        return self._loss > self._lowest_loss + self.loss_rise * abs(self._lowest_loss)
 
     def _above(self, cf: float) -> float:
         return self.candidates[min(bisect.bisect_right(self.candidates, cf), len(self.candidates) - 1)]

@@ -17,7 +17,7 @@ from hvdcomp.buckets import Layout
 from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
-from hvdcomp.plugin import AUTO, automatic, layout_of
+from hvdcomp.plugin import AUTO, as_schedule, automatic, layout_of
 from hvdcomp.schedules import Assigning, Schedule, Warmup
 from hvdcomp.training.batch_size import BatchSizes
 from hvdcomp.training.data import Data, as_data, epoch_spans, test_batches
@@ -39,14 +39,13 @@ def resolve(config: RunConfig, workers: int = 1) -> RunConfig:
     compressor, schedule = build_compressor(config), build_schedule(config)
     layout = _make_layout(schedule, compressor, config)
     chooses = schedule.adaptive or schedule.cf_at(0) is not None
-    if chooses and not isinstance(schedule, Assigning) and not compressor.has_levels:
-        able = ", ".join(name for name, cls in compressors.available().items() if cls.has_levels)
+    if chooses and not isinstance(schedule, Assigning) and not compressor.takes_factors:
+        able = ", ".join(name for name, cls in compressors.available().items() if cls.takes_factors)
         raise ConfigError(
             f"schedule: {config.schedule.name} chooses compression factors, {config.compression.name} has none; "
             f"take one of {able}, or schedule: static"
         )
-    if schedule.adaptive and not isinstance(schedule, Assigning):
-        _make("schedule", compressor.as_selector, {})
+    _make("schedule", lambda: as_schedule(schedule, compressor), {})
     if config.never_slower and any(method.keeps_gradients for method in layout.methods):
         raise ConfigError(
             f"never_slower: {config.compression.name} keeps momentum, which a dense step would not keep up to date; "

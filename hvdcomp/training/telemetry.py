@@ -37,7 +37,7 @@ class Telemetry:
             "levels": record.levels,
             "gains": record.gains,
             "skipped": record.skipped,
-            **_assigned(record, getattr(self._optimizer.schedule, "units", ())),
+            **_decided(record, getattr(self._optimizer.schedule, "units", ())),
             "bytes_sent": record.bytes_sent,
             "bytes_dense": record.bytes_dense,
             "bytes_received": record.bytes_received,
@@ -81,9 +81,11 @@ class Telemetry:
         return int(self._optimizer.residual_nbytes)
 
 
-def _assigned(record: StepRecord, units: Sequence[UnitForm]) -> dict[str, Any]:
-    """What a schedule that assigns settings to units was told at the end of a phase, and what it changed."""
+def _decided(record: StepRecord, units: Sequence[UnitForm]) -> dict[str, Any]:
+    """What a schedule was told, by which its decisions can be replayed, and which units' settings it changed."""
     found: dict[str, Any] = {}
+    if record.statistics is not None and not record.skipped:
+        found["statistics"] = record.statistics.to_vector()
     evidence = record.evidence
     if evidence is not None and evidence.phase_steps:
         found["phase"] = {

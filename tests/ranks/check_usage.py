@@ -1234,7 +1234,7 @@ def check_constructions_that_do_not_fit() -> None:
         ({"compression": "topk", "granularity": "layer"}, ["granularity", "tensor"]),
         ({"compression": "topk", "bucket_mb": 0}, ["bucket_mb"]),
         ({"compression": "topk", "exclude": "*.bias"}, ["exclude"]),
-        ({"compression": "powersgd", "schedule": GraVAC()}, ["gravac", "powersgd"]),
+        ({"compression": "qsgd", "schedule": GraVAC()}, ["gravac", "qsgd"]),
         ({"compression": "none", "schedule": GraVAC()}, ["gravac", "none"]),
         ({"compression": "none", "schedule": hvdcomp.schedules.Static(cf=10)}, ["static", "none"]),
         ({"compression": "topk", "schedule": "gravacc"}, ["gravac"]),
