@@ -164,6 +164,9 @@ class RunConfig(_Section):
     network: NetworkConfig = Field(
         NetworkConfig(), description="a modelled network, whose times take the place of measured ones"
     )
+    probe: str | None = Field(
+        None, description="a file of `hvdcomp probe` of this configuration: the summary says how well it foretold steps"
+    )
     label_smoothing: float = Field(
         0.0, ge=0, lt=1, description="share of each target that is spread over all classes in training"
     )

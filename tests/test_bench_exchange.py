@@ -227,3 +227,29 @@ def test_a_failing_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_PLAIN", [("horovod", {}), ("no-such-method", {})])
     with pytest.raises(ConfigError, match="exit code"):
         exchange.run("resnet50", 2, "none", "topk", compute_s=0.0, limit_s=1.0, json_file=None)
+
+
+# -- predictions beside rows
+
+
+def test_a_prediction_stands_beside_what_it_can_predict() -> None:
+    from test_probe import made
+
+    from hvdcomp.bench import prediction
+
+    shapes = {"layer.weight": [512, 512], "layer.bias": [512]}
+    methods = [
+        ("horovod", {}),
+        ("topk", {"cf": 10}),
+        ("horovod-fp16", {}),
+        ("topk", {"cf": 10, "never_slower": True}),
+        ("qsgd", {}),
+    ]
+    rows = [{"method": name, "params": params, "backward_ms": 5.0, "step_ms": 20.0} for name, params in methods]
+    beside = prediction.beside(rows, shapes, made(workers=2))
+    dense_ms, topk_ms, *others = [row["predicted_ms"] for row in beside]
+    assert dense_ms > topk_ms > 5
+    assert others == [None, None, None]  # Horovod's own cast, an adaptive run, a method that was not measured
+    median, worst = sorted(abs(ms / 20 - 1) for ms in (dense_ms, topk_ms))
+    expected = f"2 predictions: median error {(median + worst) / 2:.1%}, worst {worst:.1%}"
+    assert prediction.errors(beside) == expected

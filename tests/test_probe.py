@@ -8,13 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from training_runs import hvdcomp
 
-from hvdcomp.config import ConfigError
+from hvdcomp.bench.exchange import shapes_of
+from hvdcomp.config import ConfigError, load
 from hvdcomp.costmodel import Network, probe
 from hvdcomp.costmodel.collectives import collective_s
+from hvdcomp.costmodel.expectation import expected_step_s
 from hvdcomp.costmodel.probe import Codec, Collective, Measured, Model, Probe
 from hvdcomp.costmodel.probing import summary
 from hvdcomp.costmodel.rates import Cost, Rates
+from hvdcomp.training.parts import build_model, resolve
 
 SIZES = [4**power for power in range(5, 13)]
 NETWORK = Network(1e9, 5e-5)
@@ -168,3 +172,58 @@ def test_a_real_world_is_probed(tmp_path):
     assert sum(found.model.bucket_nbytes) == found.model.workload().nbytes
     assert 1e6 < found.network().bandwidth < 1e13
     assert 1e-5 < found.cycle_s + found.collectives["allreduce"].latency.value < 1
+
+
+# -- runs
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+
+def probe_of_quickstart(folder: Path) -> Path:
+    path = folder / "probe.json"
+    model = Model(
+        name="cnn", batch_size=32, shapes=shapes_of(str(QUICKSTART)), backward_s=0.2, rest_s=0.1, gamma=1.0,
+        bucket_nbytes=[1],
+    )  # fmt: skip
+    path.write_text(made(model=model).model_dump_json())
+    return path
+
+
+def expected_s(path: Path, workers: int, *overrides: str) -> float:
+    config = resolve(load(QUICKSTART, [f"probe={path}", "schedule=static", "data.batch_size=32", *overrides]), workers)
+    return expected_step_s(config, shapes_of(str(QUICKSTART)), workers)
+
+
+def test_a_run_is_foretold_as_a_plan_would(tmp_path):
+    path = probe_of_quickstart(tmp_path)
+    alone, two = (expected_s(path, workers, "compression=topk", "compression.cf=10") for workers in (1, 2))
+    assert alone == pytest.approx(0.3)
+    assert two > 0.3
+    assert expected_s(path, 2, "compression=none") != two
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.batch_size=8"], "measured steps of 32 samples, this run has 8"),
+        (["model.channels=8"], "with other tensors than this model's"),
+        (["compression=qsgd"], "what qsgd costs on this device is not known"),
+    ],
+)
+def test_a_probe_of_another_run_is_refused(tmp_path, overrides, said):
+    path = probe_of_quickstart(tmp_path)
+    config = resolve(load(QUICKSTART, [f"probe={path}", "schedule=static", "data.batch_size=32", *overrides]), 2)
+    shapes = {name: list(p.shape) for name, p in build_model(config).named_parameters()}
+    with pytest.raises(ConfigError, match=said):
+        expected_step_s(config, shapes, 2)
+
+
+def test_a_run_says_how_well_it_was_foretold(tmp_path):
+    path = probe_of_quickstart(tmp_path)
+    folder = tmp_path / "run"
+    settings = ["steps=3", "schedule=static", "data.batch_size=32", f"probe={path}", f"run_dir={folder}"]
+    done = hvdcomp("train", str(QUICKSTART), *settings)
+    assert done.code == 0, done.err
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["expected_step_s"] == pytest.approx(0.3)
+    assert "300 ms a step, measured" in done.out

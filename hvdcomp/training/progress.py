@@ -143,12 +143,18 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("time split", _time_split(summary)),
         ("sent at CF", ", ".join(f"{_cf(cf)}: {n} steps" for cf, n in summary["cf_steps"].items())),
     ]
+    if summary["expected_step_s"] is not None:
+        rows.append(("predicted", _prediction(summary["expected_step_s"], summary["iteration_s"] / summary["steps"])))
     if summary["residual_nbytes"]:
         rows.append(("memory", f"{size(summary['residual_nbytes'])} of residuals per worker"))
     if summary["skipped"]:
         rows.append(("skipped", f"{summary['skipped']} steps with a gradient that is not finite"))
     equal = f"yes, bitwise (sha256 {summary['parameters_sha256'][:12]})" if summary["parameters_equal"] else "NO"
     return [*rows, ("replicas equal", equal)]
+
+
+def _prediction(expected_s: float, measured_s: float) -> str:
+    return f"{1e3 * expected_s:.3g} ms a step, measured {1e3 * measured_s:.3g} ms ({expected_s / measured_s - 1:+.0%})"
 
 
 def _time_split(summary: Mapping[str, Any]) -> str:

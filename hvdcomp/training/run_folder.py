@@ -24,6 +24,7 @@ FREE_TO_CHANGE = frozenset(
         "check_replicas_every",
         "log_every",
         "record_gradients",
+        "probe",
     }
 )
 """Fields that may differ when a run is resumed."""

@@ -72,6 +72,7 @@ class Trainer:
         self.totals = Totals()
         self.step, self.epoch, self.seen = 0, 0, 0
         """Steps done; the epoch under way; samples of it that all workers together have seen."""
+        self.expected_s = self._expected_s()
         self.saved_step: int | None = None
         self.last_loss = float("nan")
         seed_everything(config.seed, worker.index)
@@ -305,6 +306,15 @@ class Trainer:
 
     # -- set-up and end
 
+    def _expected_s(self) -> float | None:
+        """What a probe says of a step, None without one."""
+        if self.config.probe is None:
+            return None
+        from hvdcomp.costmodel.expectation import expected_step_s
+
+        shapes = {name: list(p.shape) for name, p in self.model.named_parameters() if p.requires_grad}
+        return expected_step_s(self.config, shapes, self.worker.count)
+
     def _make_clock(self) -> Callable[[], float]:
         network = self.config.network
         if network.bandwidth_mbit is None:
@@ -393,6 +403,7 @@ class Trainer:
             "seconds": totals.seconds,
             **times,
             "dense_exchange_s": dense_s,
+            "expected_step_s": self.expected_s,
             "paid": sentence(totals, self.worker.count, dense_s),
             "workers": self.worker.count,
             "controller": self.worker.controller,
