@@ -33,6 +33,7 @@ def compressors_of(schedule: Assigning, own: Compressor) -> tuple[Compressor, ..
     Raises:
         ValueError: a setting is none, or two cannot take each other's place in a run.
     """
+    schedule.suit(own)
     made = tuple(_compressor_of(setting, own, schedule.name) for setting in schedule.settings)
     if not made:
         raise ValueError(f"schedule {schedule.name!r} has no settings to assign: give it at least one")
@@ -81,7 +82,11 @@ class Assignment:
         self._buckets = buckets
         self._index: dict[str, int] = {}
         self._known = 0
-        self.watch = Watch(sums=channel.root and schedule.wants_sums, overlaps=channel.root and schedule.wants_overlaps)
+        self.watch = Watch(
+            sums=channel.root and schedule.wants_sums,
+            overlaps=channel.root and schedule.wants_overlaps,
+            echoes=channel.root and schedule.wants_echo,
+        )
 
     @property
     def parts(self) -> list[Part]:
@@ -92,6 +97,12 @@ class Assignment:
     def indices(self) -> dict[str, int]:
         """Which of the settings each unit has."""
         return {part.unit.name: self._index_of(part) for part in self.parts}
+
+    @property
+    def cf(self) -> float | None:
+        """The compression factor that all units have been assigned; None where they differ, or have none."""
+        factors = {getattr(part.compressor, "cf", None) if part.compressed else 1.0 for part in self.parts}
+        return factors.pop() if len(factors) == 1 else None
 
     @property
     def nbytes(self) -> int:
@@ -168,6 +179,7 @@ class Assignment:
         if len(parts) != self._known:
             self.schedule.prepare_units([UnitForm(part.unit.name, tuple(part.unit.shape)) for part in parts])
             self._known = len(parts)
+        evidence = replace(evidence, echo=self.watch.echo)
         if not self.schedule.ends_phase():
             return evidence
         steps, sums, overlaps = self.watch.end_phase(parts)
@@ -184,7 +196,7 @@ class Assignment:
 
     @property
     def _gathers(self) -> bool:
-        return self._channel.root and (self.watch.sums or self.watch.overlaps) and self.schedule.gathers
+        return self._channel.root and self.watch.wanted and self.schedule.gathers
 
     def _index_of(self, part: Part) -> int:
         return self._index.get(part.unit.name, self.schedule.first)

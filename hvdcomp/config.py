@@ -232,6 +232,12 @@ class ComparisonConfig(_Section):
         [0, 1, 2], min_length=1, description="every variant is trained once with each"
     )
     workers: int = Field(2, ge=1, description="of each run")
+    networks: list[Annotated[float, Field(gt=0)]] = Field(
+        [], description="Mbit/s of modelled networks on which times are compared; network.compute_ms goes with them"
+    )
+    tolerance: float = Field(
+        0.005, gt=0, lt=1, description="a run has arrived when it is so near to the baseline, as a share of its score"
+    )
     run_dir: str | None = Field(None, description="folder of all runs; null: runs/<name of the file>")
 
     @field_validator("base")

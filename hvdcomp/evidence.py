@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvdcomp.buckets import Part
 from hvdcomp.kernels import squared_norm
-from hvdcomp.schedules.assigning import Overlap, Sums
+from hvdcomp.schedules.assigning import Echo, Overlap, Sums
 
 BLOCK = 64
 """Contiguous elements of a sample: what memory delivers is used."""
@@ -67,6 +67,11 @@ class _Watched:
     """(offset, flat gradient, factor) that `total` holds, to be taken out again if the step is skipped."""
     newest: Tensor | None = None
     """The step's own sample."""
+    last: Tensor | None = None
+    """The last step's, and what of it and of the residual was sent."""
+    sent: Tensor | None = None
+    held: Tensor | None = None
+    """The residual after it."""
 
 
 class Watch:
@@ -75,17 +80,25 @@ class Watch:
     What a skipped step added is taken out again, up to one rounding; what is not finite never enters.
     """
 
-    def __init__(self, *, sums: bool, overlaps: bool) -> None:
-        self.sums, self.overlaps = sums, overlaps
+    def __init__(self, *, sums: bool, overlaps: bool, echoes: bool = False) -> None:
+        self.sums, self.overlaps, self.echoes = sums, overlaps, echoes
+        self.echo: Echo | None = None
+        """Of the newest step, None where the one before was skipped or there was none."""
         self.steps = 0
         """Steps of the phase so far."""
         self._units: dict[str, _Watched] = {}
+
+    @property
+    def wanted(self) -> bool:
+        """There is something to watch."""
+        return self.sums or self.overlaps or self.echoes
 
     def nbytes(self, parts: Sequence[Part]) -> int:
         """Memory that the sums of these units take."""
         sizes = [(part.unit.numel, part.dtype.itemsize, sample_blocks(part.unit.numel)) for part in parts]
         sums = sum(numel * itemsize for numel, itemsize, _ in sizes) if self.sums else 0
-        return sums + sum(4 * (n if b is None else BLOCK * b) for n, _, b in sizes) * self.overlaps
+        sample = sum(4 * (n if b is None else BLOCK * b) for n, _, b in sizes)
+        return sums + sample * (self.overlaps or self.echoes) + 3 * sample * self.echoes
 
     def see(self, part: Part, gradients: Sequence[tuple[int, Tensor]], factor: float) -> None:
         """Add a step's gradients of one unit, all together or one after the other.
@@ -94,7 +107,7 @@ class Watch:
             gradients: (offset, flat gradient) of each member that has one.
             factor: times each gradient, which takes out its loss scale.
         """
-        if not (self.sums or self.overlaps):
+        if not self.wanted:
             return
         unit = self._of(part)
         if unit.total is not None:
@@ -110,8 +123,10 @@ class Watch:
     def keep(self) -> None:
         """The step was made."""
         self.steps += 1
+        pairs = [pair for unit in self._units.values() if self.echoes and (pair := _heard(unit)) is not None]
+        self.echo = Echo(sum(sent for sent, _ in pairs), sum(gradient for _, gradient in pairs)) if pairs else None
         for unit in self._units.values():
-            if unit.sampled is not None and unit.newest is not None:
+            if unit.sampled is not None and unit.newest is not None and self.overlaps:
                 unit.sampled.total += unit.newest
             unit.added, unit.newest = [], None
 
@@ -121,12 +136,14 @@ class Watch:
             for offset, gradient, factor in unit.added if unit.total is not None else ():
                 unit.total[offset : offset + gradient.numel()].sub_(gradient, alpha=factor)  # type: ignore[index]
             unit.added, unit.newest = [], None
+        self.echo = None
 
     def end_phase(self, parts: Sequence[Part]) -> tuple[int, tuple[Sums, ...], tuple[Overlap, ...]]:
         """The phase's steps, and sums and overlaps of these units; all sums begin anew."""
         watched = [self._of(part) for part in parts] if self.sums or self.overlaps else []
         sums = tuple(_sums(unit.total) for unit in watched if unit.total is not None)
-        overlaps = tuple(_overlap(unit.part, unit.sampled) for unit in watched if unit.sampled is not None)
+        sampled = [(unit.part, unit.sampled) for unit in watched if self.overlaps and unit.sampled is not None]
+        overlaps = tuple(_overlap(part, sample) for part, sample in sampled)
         steps, self.steps = self.steps, 0
         for unit in self._units.values():
             if unit.total is not None:
@@ -141,6 +158,7 @@ class Watch:
             "steps": self.steps,
             "sums": {n: u.total.clone() for n, u in self._units.items() if u.total is not None},
             "samples": {n: u.sampled.total.clone() for n, u in self._units.items() if u.sampled is not None},
+            "echoes": {n: (u.last, u.sent, u.held) for n, u in self._units.items() if u.last is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], parts: Sequence[Part]) -> None:
@@ -153,13 +171,16 @@ class Watch:
                 unit.total.copy_(state["sums"][name])
             if unit.sampled is not None and name in state["samples"]:
                 unit.sampled.total.copy_(state["samples"][name])
+            if self.echoes and name in state["echoes"]:
+                unit.last, unit.sent, unit.held = state["echoes"][name]
 
     def _of(self, part: Part) -> _Watched:
         found = self._units.get(part.unit.name)
         if found is None:
             numel, device = part.unit.numel, part.members[0].device
             total = torch.zeros(numel, dtype=part.dtype, device=device) if self.sums else None
-            found = _Watched(part, total, SampledSum(numel, device) if self.overlaps else None, [])
+            sampled = self.overlaps or self.echoes
+            found = _Watched(part, total, SampledSum(numel, device) if sampled else None, [])
             self._units[part.unit.name] = found
         return found
 
@@ -172,6 +193,21 @@ def _joined(part: Part, gradients: Sequence[tuple[int, Tensor]]) -> Tensor:
     for offset, gradient in gradients:
         joined[offset : offset + gradient.numel()] = gradient
     return joined
+
+
+def _heard(unit: _Watched) -> tuple[float, float] | None:
+    """What the last step sent, and its gradient, against the newest gradient, which takes the last one's place."""
+    newest, kept = unit.newest, unit.part.residual
+    if newest is None or unit.sampled is None:
+        unit.last = None
+        return None
+    held = torch.zeros_like(newest) if kept is None else unit.sampled.of(kept)
+    heard = None
+    if unit.last is not None and unit.sent is not None:
+        heard = float(unit.sent @ newest), float(unit.last @ newest)
+    before = torch.zeros_like(held) if unit.held is None else unit.held
+    unit.last, unit.sent, unit.held = newest, newest + before - held, held
+    return heard
 
 
 def _sums(total: Tensor) -> Sums:

@@ -368,7 +368,8 @@ class Exchange:
             for method, numel in flight.run.compressed.items():
                 record.elements[method] = record.elements.get(method, 0) + numel
         if decision is None:
-            record.cf = self._cf or record.bytes_dense / max(record.bytes_sent, 1)
+            assigned = self.assignment.cf if self.assignment is not None else None
+            record.cf = self._cf or assigned or record.bytes_dense / max(record.bytes_sent, 1)
         if self._ahead and self.levels is not None:
             record.gains = self._gains
             record.level = self.levels.index(record.cf) if record.cf in self.levels else -1

@@ -32,7 +32,7 @@ from hvdcomp.hierarchy import NodeExchange, Nodes, find_nodes
 from hvdcomp.horovod_api import initialised_horovod, label_of
 from hvdcomp.kernels import warm_up
 from hvdcomp.plugin import AUTO, as_compressor, as_schedule, cf_in_force, check_op, layout_of
-from hvdcomp.schedules import Assigning, Schedule
+from hvdcomp.schedules import Assigning, Auto, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def DistributedOptimizer(
     if layout.compresses:
         warm_up()
     if never_slower is None:
-        never_slower = compression == AUTO
+        never_slower = compression == AUTO and not isinstance(schedule, Auto)  # which looks at dense steps itself
     check_flag("never_slower", never_slower, hint="dense steps where they are measured to be faster")
     if never_slower and any(method.keeps_gradients for method in layout.methods):
         raise ValueError(

@@ -61,20 +61,24 @@ def test_the_clock_moves_once_a_step_and_the_record_says_the_same() -> None:
     assert clock() == pytest.approx(expected.total_s + step_times(DENSE, NETWORK, 4, 25).total_s)
 
 
+GRAVAC = "schedule={name: gravac, cf_min: 4, cf_max: 50, epsilon: 0.3, window: 2}"
+
+
 @pytest.mark.ranks
-def test_a_run_on_a_modelled_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", [GRAVAC, "schedule=auto"])
+def test_a_run_on_a_modelled_network(tmp_path: Path, schedule: str) -> None:
     """Two runs of one configuration agree in every time, though the schedule decides by them."""
     config = tmp_path / "small.yaml"
     config.write_text(CONFIG)
-    gravac = ["schedule={name: gravac, cf_min: 4, cf_max: 50, epsilon: 0.3, window: 2}", "steps=16"]
     network = ["network.bandwidth_mbit=1", "network.compute_ms=2"]
     runs: list[list[dict[str, Any]]] = []
     for name in ("a", "b"):
         folder = tmp_path / name
-        train(config, "-np", "2", f"run_dir={folder}", *gravac, *network)
+        train(config, "-np", "2", f"run_dir={folder}", schedule, "steps=16", *network)
         runs.append(rows(folder))
         whole = sum(row["iteration_s"] for row in runs[-1])
         assert summary(folder)["iteration_s"] == pytest.approx(whole)
+        assert summary(folder)["parameters_equal"]
     assert runs[0] == runs[1]
     for row in runs[0]:
         times = step_times(row, NetworkConfig(bandwidth_mbit=1, compute_ms=2), 2, 25)

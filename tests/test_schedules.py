@@ -104,7 +104,7 @@ def test_describe_makes_another_like_it(schedule: Schedule) -> None:
 
 def test_unknown_name_names_the_nearest_and_all() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown schedule 'gravec'; did you mean 'gravac'\? valid: accordion, adaqs, gravac"
+        ValueError, match=r"unknown schedule 'gravec'; did you mean 'gravac'\? valid: accordion, adaqs, auto, gravac"
     ):
         schedules.create("gravec")
 

@@ -7,7 +7,8 @@ from typing import Any
 from hvdcomp.checks import check_choice
 from hvdcomp.schedules.accordion import Accordion, AccordionBatchSize, SmithBatchSize
 from hvdcomp.schedules.adaqs import AdaQS
-from hvdcomp.schedules.assigning import Assigning, Evidence, Overlap, Setting, Sums, UnitForm
+from hvdcomp.schedules.assigning import Assigning, Echo, Evidence, Overlap, Setting, Sums, UnitForm
+from hvdcomp.schedules.auto import Auto
 from hvdcomp.schedules.base import DENSE, Decision, Parameter, Schedule, Statistics
 from hvdcomp.schedules.gravac import GraVAC
 from hvdcomp.schedules.scadles import ScaDLES
@@ -21,7 +22,9 @@ __all__ = [
     "AccordionBatchSize",
     "AdaQS",
     "Assigning",
+    "Auto",
     "Decision",
+    "Echo",
     "Evidence",
     "GraVAC",
     "Overlap",
@@ -39,7 +42,7 @@ __all__ = [
 ]
 
 REGISTRY: dict[str, type[Schedule]] = {
-    schedule.name: schedule for schedule in (Static, GraVAC, Warmup, Accordion, AdaQS, ScaDLES)
+    schedule.name: schedule for schedule in (Static, GraVAC, Warmup, Accordion, AdaQS, ScaDLES, Auto)
 }
 """Name -> class. Each class tells its `source`, its `parameters()` with defaults, and in its docstring what it does."""
 

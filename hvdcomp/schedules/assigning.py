@@ -57,6 +57,20 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class Echo:
+    """The last step against this one's gradient g', which has seen its effect: of all units, on the same samples.
+
+    The noise of the two steps' batches is independent, so that both are about what the workers' gradients have in
+    common.
+    """
+
+    sent: float
+    """<sent, g'>, where sent is what rank 0 sent: g + the residual before - the residual after."""
+    gradient: float
+    """<g, g'>."""
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What rank 0 knows of a step when it is over. Times are in seconds, nan where they mean nothing."""
 
@@ -79,6 +93,8 @@ class Evidence:
     bytes_dense: int = 0
     fell_back: bool = False
     """The step was dense by the honest switch."""
+    echo: Echo | None = None
+    """None if not wanted, or without a step before."""
     phase_steps: int = 0
     """Steps of the phase that ends with this step; 0 where none ends. The following are empty then, or unwanted."""
     sums: tuple[Sums, ...] = ()
@@ -106,6 +122,8 @@ class Assigning(Schedule):
     """`Evidence.sums` at the end of a phase; costs rank 0 a copy of the gradients and a pass over them each step."""
     wants_overlaps: bool = False
     """`Evidence.overlaps` at the end of a phase; cheap."""
+    wants_echo: bool = False
+    """`Evidence.echo` of every step; cheap."""
 
     units: tuple[UnitForm, ...] = ()
 
@@ -118,6 +136,9 @@ class Assigning(Schedule):
     def gathers(self) -> bool:
         """The coming step's gradients belong to a phase; on rank 0."""
         return True
+
+    def suit(self, compressor: Any) -> None:
+        """Tell the user's compressor, before `settings` are asked for, where these depend on it."""
 
     def prepare(self, workers: int) -> None:
         check_count("workers", workers, hint="the number of ranks that exchange gradients")

@@ -103,6 +103,8 @@ class Schedule(ABC):
     """The name in the registry."""
     adaptive: ClassVar[bool]
     """Needs one decision a step; False spares that collective."""
+    timed: ClassVar[bool] = False
+    """Its decisions depend on measured times, so that on another network it would decide otherwise."""
     exact: bool = True
     """A step is decided by its own gains; False: by estimates of the last step's, so that nothing waits."""
     source: ClassVar[str]

@@ -109,6 +109,7 @@ class GraVAC(Schedule):
 
     name = "gravac"
     adaptive = True
+    timed = True
     source = "GraVAC (Tyagi and Swany, 2023), Algorithm 1 and section on scaling policies"
     parameter_docs: ClassVar[Mapping[str, str]] = {
         "cf_min": "first and lowest compression factor, >= 1",

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from hvdcomp import compressors
 from hvdcomp.config import ComparisonConfig, RunConfig
+from hvdcomp.training import comparison_times
 from hvdcomp.training.checkpoint import write_atomically
 from hvdcomp.training.metrics import known_by
 
@@ -78,10 +79,22 @@ def report(comparison: ComparisonConfig, runs: Sequence[Ended], console: Console
         seeds = (f"{variant}, seed {', '.join(map(str, of_variant))}" for variant, of_variant in missing.items())
         notes.append(f"Not finished: {'; '.join(seeds)}.")
     folder = Path(str(comparison.run_dir)).expanduser()
-    whole = {"facts": facts, "baseline": comparison.baseline, "missing": missing, "results": [asdict(r) for r in found]}
+    courses = comparison_times.courses(comparison, runs)
+    arrivals = comparison_times.arrivals(comparison, courses)
+    whole: dict[str, Any] = {"facts": facts, "baseline": comparison.baseline, "missing": missing}
+    whole["results"] = [asdict(r) for r in found]
+    whole["arrivals"] = [asdict(row) for rows in arrivals.values() for row in rows]
+    texts = [facts, markdown(found), *notes]
+    if arrivals:
+        texts.append(comparison_times.markdown(arrivals, comparison))
+    for plot in comparison_times.figures(comparison, runs, courses) if arrivals else ():
+        texts.append(f"![{plot.title}]({plot.save(folder)[-1].name})")
     write_atomically(folder / "comparison.json", (json.dumps(whole, indent=2) + "\n").encode())
-    write_atomically(folder / "comparison.md", "\n\n".join([facts, markdown(found), *notes, ""]).encode())
+    write_atomically(folder / "comparison.md", "\n\n".join([*texts, ""]).encode())
     _show(found, [facts, *notes], console)
+    for mbit, rows in arrivals.items():
+        title = f"at {comparison_times.network_name(mbit)}"
+        _show_table(comparison_times.HEAD, [comparison_times.cells(row) for row in rows], console, title=title)
     console.print(f"written to {folder / 'comparison.md'} and comparison.json", soft_wrap=True, highlight=False)
 
 
@@ -181,11 +194,17 @@ def _missing(runs: Sequence[Ended]) -> dict[str, list[int]]:
 
 
 def _show(found: Sequence[Result], notes: Sequence[str], console: Console) -> None:
-    table = Table(box=box.SIMPLE)
-    for number, title in enumerate(head(found[0].metric)):
-        table.add_column(title, justify="left" if number < 2 else "right", overflow="fold")
-    for result in found:
-        table.add_row(*cells(result))
-    console.print(table)
+    _show_table(head(found[0].metric), [cells(result) for result in found], console, left=2)
     for note in notes:
         console.print(note, soft_wrap=True, highlight=False)
+
+
+def _show_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console, left: int = 1, title: str | None = None
+) -> None:
+    table = Table(box=box.SIMPLE, title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

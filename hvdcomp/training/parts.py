@@ -18,7 +18,7 @@ from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor
 from hvdcomp.config import ConfigError, OptimizerConfig, RunConfig
 from hvdcomp.plugin import AUTO, as_schedule, automatic, layout_of
-from hvdcomp.schedules import Assigning, Schedule, Warmup
+from hvdcomp.schedules import Assigning, Auto, Schedule, Warmup
 from hvdcomp.training.batch_size import BatchSizes
 from hvdcomp.training.data import Data, as_data, epoch_spans, test_batches
 from hvdcomp.training.datasets import DATASETS
@@ -126,7 +126,8 @@ def _with_defaults(config: RunConfig, workers: int) -> RunConfig:
     own = {"name": config.data.name, "batch_size": config.data.batch_size, "readers": config.data.readers}
     if config.compression.name == AUTO and not config.compression.params:
         chosen = _described(automatic(workers))
-        config = RunConfig.model_validate(config.model_dump() | {"compression": chosen, "never_slower": True})
+        switch = config.schedule.name != Auto.name  # which looks at dense steps itself
+        config = RunConfig.model_validate(config.model_dump() | {"compression": chosen, "never_slower": switch})
     config = RunConfig.model_validate(
         config.model_dump()
         | {"model": {"name": config.model.name, **model}, "data": {**own, **data}}
