@@ -245,7 +245,10 @@ def test_a_prediction_stands_beside_what_it_can_predict() -> None:
         ("topk", {"cf": 10, "never_slower": True}),
         ("qsgd", {}),
     ]
-    rows = [{"method": name, "params": params, "backward_ms": 5.0, "step_ms": 20.0} for name, params in methods]
+    rows = [
+        {"method": name, "params": params, "backward_ms": 5.0, "gamma": 1.0, "step_ms": 20.0}
+        for name, params in methods
+    ]
     beside = prediction.beside(rows, shapes, made(workers=2))
     dense_ms, topk_ms, *others = [row["predicted_ms"] for row in beside]
     assert dense_ms > topk_ms > 5

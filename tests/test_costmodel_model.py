@@ -47,8 +47,11 @@ def test_on_a_slow_link_the_last_gradient_waits_for_the_first():
 
 
 def test_only_what_overlaps_with_communication_is_slowed_down():
+    under_way = ring(2e6, 4, NETWORK)  # in which a third of the work is lost
     step = predict(Workload(TWO, 0.2), bare(gamma=1.5), Method.of("dense"), {})
-    assert step.compute_s == pytest.approx(0.1 + 1.5 * 0.1)
+    assert step.compute_s == pytest.approx(0.2 + under_way / 3)
+    slow = predict(Workload(TWO, 0.2), bare(gamma=1.5, network=Network(8e6)), Method.of("dense"), {})
+    assert slow.compute_s == pytest.approx(0.1 + 1.5 * 0.1)
 
 
 def test_a_compressed_bucket_is_encoded_with_its_last_gradient_and_decoded_at_the_end():

@@ -39,7 +39,7 @@ def test_on_a_fast_network_nothing_is_compressed():
     assert found.as_json()["expected_speedup"] == 1
     assert 1 < found.headroom < 1.1
     assert found.reason.startswith("Do not compress: workers wait for the network during ")
-    assert "even a network that took no time would make a step only 1.05 times faster" in found.reason
+    assert "even a network that took no time would make a step only 1.03 times faster" in found.reason
 
 
 def test_on_a_slow_network_a_method_is_recommended():
@@ -48,7 +48,7 @@ def test_on_a_slow_network_a_method_is_recommended():
     assert answer["recommendation"] == {"name": "powersgd", "rank": 4}
     low, high = answer["interval"]
     assert 1 < low < answer["expected_speedup"] < high < answer["headroom"]
-    assert found.reason.startswith("Compress with powersgd (rank=4): a step takes about 173 ms instead of 1.44 s")
+    assert found.reason.startswith("Compress with powersgd (rank=4): a step takes about 170 ms instead of 1.43 s")
 
 
 def test_a_single_worker_never_compresses():

@@ -39,7 +39,7 @@ GRAVAC_STEPS = 5
 _DIFFERENT = 2
 """Sets of gradients that take turns."""
 _RESAMPLINGS = 2000
-_BACKWARD_STEPS = 9
+_BACKWARD_STEPS, _DISTURBED_STEPS = 9, 3
 
 
 class _Ready(torch.autograd.Function):
@@ -157,16 +157,23 @@ class Arena:
         for parameter in contestant.parameters:
             parameter.grad = None
 
-    def backward_s(self, steps: int) -> float:
-        """Seconds of a step's computation that no optimizer watches: the slowest rank's median."""
+    def backward_s(self, steps: int, disturbed: bool = False) -> float:
+        """Seconds of a step's computation that no optimizer watches: the slowest rank's median.
+
+        Args:
+            disturbed: while an allreduce of all gradients' size is on its way.
+        """
         parameters = [nn.Parameter(value) for value in self.values]
+        load = torch.zeros(sum(value.numel() for value in self.values) if disturbed else 1)
         taken = []
         for _ in range(steps):
             backward = self._prepared(parameters)
             hvd.allreduce(torch.zeros(1), name="start")
+            handle = hvd.allreduce_async_(load, name="load")
             began = time.perf_counter()
             backward()
             taken.append(time.perf_counter() - began)
+            hvd.synchronize(handle)
         return float(hvd.allgather(torch.tensor([float(np.median(taken))]), name="backward").max())
 
     def _prepared(self, parameters: list[nn.Parameter]) -> Callable[[], None]:
@@ -239,7 +246,9 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
         progress(rounds, max(1 - low, high - 1))
         settled = 1 - plan["tolerance"] <= low and high <= 1 + plan["tolerance"]
         if rounds >= plan["min_rounds"] and (settled or slowest[-1] > plan["limit_s"]):
-            backward = {"backward_ms": 1e3 * arena.backward_s(_BACKWARD_STEPS)}
+            alone_s = arena.backward_s(_BACKWARD_STEPS)
+            gamma = max(1.0, arena.backward_s(_DISTURBED_STEPS, disturbed=True) / alone_s)
+            backward = {"backward_ms": 1e3 * alone_s, "gamma": gamma}
             return [_row(contestant, contestants[0], plan) | backward for contestant in contestants]
     return [{"peak_mb": None if c.peak_nbytes is None else c.peak_nbytes / 1e6} for c in contestants]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvdcomp.bench.methods import own_parameters
@@ -46,6 +47,7 @@ def _predicted_ms(row: Row, shapes: Mapping[str, Sequence[int]], probe: Probe) -
         return None
     try:
         workload = Workload(shapes, 1e-3 * row["backward_ms"])
-        return 1e3 * predict(workload, probe.cluster(), method, probe.codec_rates()).step_s
+        cluster = replace(probe.cluster(), gamma=row["gamma"])
+        return 1e3 * predict(workload, cluster, method, probe.codec_rates()).step_s
     except UnknownRates:
         return None

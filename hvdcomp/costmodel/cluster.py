@@ -63,7 +63,7 @@ class Cluster:
         network: a worker's link, or a node's where several workers share one.
         curves: what was measured, by kind of collective; where there is a curve, a formula only converts it to another
             number of workers. It holds the latencies, but not the wait for Horovod's cycle.
-        gamma: by how much communication slows down a backward pass, >= 1.
+        gamma: by how much communication slows down a worker's own work while it is under way, >= 1.
         cycle_s: of Horovod's cycle.
         tensor_s: a worker's work for one operation.
         memory_bandwidth: bytes/s of a copy.

@@ -184,7 +184,7 @@ class _Worker:
         self._now_s = 0.0
         self._compute_s = self._encode_s = self._decode_s = self._wait_s = 0.0
         self._nbytes = 0
-        self._overlapping = False
+        self._busy_until_s = 0.0
 
     def dense(self) -> Prediction:
         """Plain Horovod: every tensor by itself as its gradient comes; Horovod fuses those of a cycle."""
@@ -256,17 +256,24 @@ class _Worker:
     def _submit(self, cluster: Cluster, operation: Operation) -> Pending:
         self._now_s += self._cluster.tensor_s
         self._nbytes += operation.nbytes
-        self._overlapping = True
+        began_s = max(self._busy_until_s, self._now_s + self._cluster.cycle_s / 2)
+        self._busy_until_s = began_s + cluster.collective_s(operation.kind, operation.nbytes)
         return self._engine.submit(self._now_s, cluster, operation.kind, operation.nbytes)
 
     def _compute(self, seconds: float) -> None:
-        seconds *= self._cluster.gamma if self._overlapping else 1.0
+        seconds = self._slowed(seconds)
         self._compute_s += seconds
         self._now_s += seconds
 
     def _encode(self, seconds: float) -> None:
+        seconds = self._slowed(seconds)
         self._encode_s += seconds
         self._now_s += seconds
+
+    def _slowed(self, seconds: float) -> float:
+        """What work takes that begins now: gamma times as long while operations are on their way."""
+        busy_s, gamma = max(0.0, self._busy_until_s - self._now_s), self._cluster.gamma
+        return gamma * seconds if gamma * seconds <= busy_s else seconds + busy_s * (1 - 1 / gamma)
 
     def _wait(self, pending: Sequence[Pending]) -> None:
         until_s = max((self._engine.end_of(one) for one in pending), default=0.0)

@@ -269,8 +269,8 @@ def _reason(base: Prediction, rows: Sequence[Row], best: Row | None, headroom: f
     if first.speedup <= LEAST_GAIN:
         return (
             f"Do not compress: workers wait for the network during {_duration(base.wait_s)} of a step of "
-            f"{_duration(base.step_s)}, and no method wins that back: with the best, {first.method}, a step would take "
-            f"{_duration(first.prediction.step_s)}; {free}."
+            f"{_duration(base.step_s)}, and no method wins enough of that back: with the best, {first.method}, a step "
+            f"would take {_duration(first.prediction.step_s)}; {free}."
         )
     low, high = first.interval
     return (
