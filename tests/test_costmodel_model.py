@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,3 +224,11 @@ def test_rates_are_filed_without_a_factor_and_missing_ones_are_named():
     assert key_of("powersgd", {}) == "powersgd:rank=4"
     with pytest.raises(UnknownRates, match=r"powersgd:rank=3.*hvdcomp probe --methods powersgd:rank=3\); known: topk"):
         rates_of({"topk": FREE}, "powersgd", {"rank": 3})
+
+
+def test_the_documents_example_runs(capsys):
+    text = (Path(__file__).parents[1] / "docs" / "costmodel.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "docs/costmodel.md", "exec"), {})
+    dense, topk = (float(line.rsplit(" ", 1)[1]) for line in capsys.readouterr().out.splitlines())
+    assert dense > 5 * topk > 0
