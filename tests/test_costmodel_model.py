@@ -188,6 +188,12 @@ def test_a_line_is_found_again_and_made_a_network_of():
         assert found.latency == pytest.approx(network.latency, rel=1e-6)
 
 
+def test_times_that_do_not_grow_stand_for_a_finite_bandwidth():
+    intercept, slope = fit([1e3, 1e4, 1e5], [3e-3, 2e-3, 1e-3])
+    assert slope == 0
+    assert 1e13 < network_of("allreduce", 2, intercept, slope).bandwidth < float("inf")
+
+
 def test_a_curve_is_linear_between_its_points_and_goes_on_beyond():
     curve = Curve(2, (100.0, 200.0, 400.0), (1.0, 2.0, 3.0))
     assert [curve.at(n) for n in (0, 100, 150, 300, 400, 800)] == [1, 1, 1.5, 2.5, 3, 5]

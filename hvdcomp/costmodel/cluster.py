@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,10 @@ TENSOR_S = 50e-6
 """A worker's work for an operation: a hook, Python, Horovod's queues."""
 MEMORY_BANDWIDTH = 19e9
 """Bytes/s of a copy, read or written: a fusion buffer is filled and emptied."""
+
+
+_LEAST_SLOPE_S = 1e-15
+"""Of a byte: times that do not grow with their sizes, on a busy machine, stand for a network beyond all there are."""
 
 
 @dataclass(frozen=True)
@@ -131,4 +134,4 @@ def network_of(kind: str, workers: int, intercept_s: float, slope_s: float) -> N
     """
     messages = collective_s(kind, 0, workers, Network(1.0, 1.0))
     bits = collective_s(kind, 1, workers, Network(1.0, 0.0))
-    return Network(bits / slope_s if slope_s > 0 else math.inf, intercept_s / messages)
+    return Network(bits / max(slope_s, _LEAST_SLOPE_S), intercept_s / messages)
