@@ -12,6 +12,7 @@ from training_runs import CONFIG, rows, summary, train
 from hvdcomp.compressors import available
 from hvdcomp.config import NetworkConfig
 from hvdcomp.exchange import StepRecord
+from hvdcomp.schedules.auto import FACTORS
 from hvdcomp.training.modelled import CODEC_NS, ModelledClock, step_times
 
 NETWORK = NetworkConfig(bandwidth_mbit=100, latency_us=50, compute_ms=20)
@@ -85,3 +86,5 @@ def test_a_run_on_a_modelled_network(tmp_path: Path, schedule: str) -> None:
         assert row["iteration_s"] == pytest.approx(times.total_s)
         assert (row["wait_s"], row["compress_s"]) == pytest.approx((times.wait_s, times.compress_s))
     assert len({row["cf"] for row in runs[0]}) > 1
+    if schedule == "schedule=auto":
+        assert {row["cf"] for row in runs[0]} <= {1.0, *FACTORS}

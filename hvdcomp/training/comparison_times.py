@@ -184,7 +184,7 @@ def figures(
                     curves(
                         lines,
                         name=f"{metric}-{label.split()[-1] if cost == 'seconds' else 'bytes'}-{mbit:g}mbit",
-                        title=f"{metric.capitalize()} against {label} at {network_name(mbit)}, mean of the seeds",
+                        title=f"{metric.capitalize()} against {label} at {network_name(mbit)}",
                         x=(label, quantity),  # type: ignore[arg-type]
                         y=(f"{metric}, held out", "share" if metric == "accuracy" else "number"),
                         log_x=True,
