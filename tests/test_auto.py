@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -13,7 +14,11 @@ import pytest
 import torch
 
 from hvdcomp import schedules
+from hvdcomp.buckets import Part, Spec
 from hvdcomp.compressors import Compressor, create
+from hvdcomp.compressors.requests import Unit
+from hvdcomp.evidence import Watch
+from hvdcomp.feedback import ErrorFeedback
 from hvdcomp.schedules import Auto, Echo, Evidence, UnitForm
 from hvdcomp.schedules.auto import WINDOW, Arm
 from hvdcomp.simulation import World
@@ -268,3 +273,20 @@ def test_it_is_made_by_name_and_says_what_it_expects() -> None:
     made = schedule()
     drive(made, Truth(1e8), 50)
     assert min(made.expected, key=lambda name: made.expected[name]) == "topk(cf=100)"
+
+
+def test_echoes_go_on_where_they_were_saved() -> None:
+    part = Part(Unit("w", torch.Size([6])), [Spec("w", torch.Size([6]), torch.float32, torch.device("cpu"))],
+                create("topk"), None)  # fmt: skip
+    part.feedback = ErrorFeedback(6, torch.float32, torch.device("cpu"))
+    watch, again = (Watch(sums=False, overlaps=False, echoes=True) for _ in range(2))
+    for residual, gradient in ((1.0, torch.ones(6)), (3.0, torch.arange(6.0))):
+        watch.see(part, [(0, gradient)], 1.0)
+        part.feedback.residual.fill_(residual)
+        watch.keep()
+    assert watch.echo == Echo(sent=0.0, gradient=15.0)  # the first step kept all of its ones back
+    again.load_state_dict(copy.deepcopy(watch.state_dict()), [part])
+    for one in (watch, again):
+        one.see(part, [(0, torch.ones(6))], 1.0)
+        one.keep()
+    assert again.echo == watch.echo == Echo(sent=15.0 - 6 * 2, gradient=15.0)

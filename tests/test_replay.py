@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hvdcomp.cli import app
 from hvdcomp.config import ConfigError
-from hvdcomp.schedules import Accordion, GraVAC, ScaDLES, Schedule, Static, Warmup
+from hvdcomp.schedules import Accordion, Auto, GraVAC, ScaDLES, Schedule, Static, Warmup
 from hvdcomp.schedules.base import Statistics
 from hvdcomp.training.replay import Replayed, differences, make_schedule, read_trace, replay
 
@@ -71,6 +71,7 @@ def test_a_trace_of_a_static_run_has_no_gains() -> None:
     rows = [{"step": 1, "cf": 10.0, "skipped": False}]
     assert "no statistics" in replay(rows, ScaDLES(), 100)[1]
     assert "no phases" in replay(rows, Accordion({}, {"cf": 2}, 1), 100)[1]
+    assert "no trace of other steps can tell" in replay(rows, Auto(), 100)[1]
     assert replay(rows, Static(cf=10), 100)[0] == [Replayed(1, "CF 10", "CF 10")]
     assert differences(replay(rows * 2, Warmup(1, cfs=[4]), 100)[0]) == [
         {"steps": "1", "was": "CF 10", "would be": "CF 4"}

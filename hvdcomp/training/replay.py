@@ -163,6 +163,11 @@ def _at(
 
 
 def _assigned(rows: Sequence[Row], schedule: Assigning) -> Iterable[Replayed]:
+    if schedule.wants_echo:
+        raise UnknownError(
+            f"schedule {schedule.name!r} learns from what its own steps did to the next gradient, which no trace of "
+            "other steps can tell: train with it"
+        )
     phases = [row["phase"] for row in rows if row.get("phase")]
     if not phases:
         raise UnknownError(
