@@ -26,6 +26,8 @@ CFS = (10.0, 100.0, 1000.0)
 RANKS = (1, 2, 4, 8)
 STEPS = 5
 """Timed of each case; the median counts."""
+EVICTED = 2**23
+"""Elements that are touched before each timed step: in training, too, a bucket's tensors come from memory."""
 _TOO_LONG_S = 0.25
 """No larger tensors of a method that takes so long."""
 _UNKNOWN_FACTOR = ("threshold",)
@@ -68,6 +70,7 @@ def fit_cost(samples: Sequence[Sample]) -> Cost:
 
 
 def _measured(name: str, params: dict[str, Any], gradients: Sequence[Tensor]) -> Rates:
+    evicted = torch.zeros(EVICTED)
     encodes: list[Sample] = []
     decodes: list[Sample] = []
     factors: Sequence[float | None] = CFS if available()[name].has_levels and "cf" not in params else (None,)
@@ -83,6 +86,8 @@ def _measured(name: str, params: dict[str, Any], gradients: Sequence[Tensor]) ->
             for workers in WORLDS:
                 taken = []
                 for step in range(case.settling_steps + STEPS):
+                    if step >= case.settling_steps:
+                        evicted.add_(1)
                     taken.append(case.step(gradients[step % len(gradients)][:numel], workers))  # type: ignore[call-arg]
                 encode_s, decode_s = (statistics.median(column) for column in zip(*taken[-STEPS:], strict=True))
                 encode, decode = work_of(compressor, shapes["gradient"], workers)
