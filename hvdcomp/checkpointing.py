@@ -15,7 +15,19 @@ from hvdcomp.schedules import Schedule
 
 VERSION = 2
 POLICIES = ("mean", "drop", "error")
-_KEYS = {"version", "worker", "workers", "step", "levels", "sending", "residuals", "states", "schedule", "assignment"}
+_KEYS = {
+    "version",
+    "worker",
+    "workers",
+    "step",
+    "levels",
+    "sending",
+    "of_buckets",
+    "residuals",
+    "states",
+    "schedule",
+    "assignment",
+}
 
 
 def empty(transport: Transport) -> dict[str, Any]:
@@ -27,6 +39,7 @@ def empty(transport: Transport) -> dict[str, Any]:
         "step": 0,
         "levels": None,
         "sending": None,
+        "of_buckets": {},
         "residuals": {},
         "states": {},
         "schedule": None,
@@ -49,6 +62,7 @@ def state_of(exchange: Exchange) -> dict[str, Any]:
         "step": exchange.step,
         "levels": exchange.levels,
         "sending": exchange.sending,
+        "of_buckets": {index: [list(levels), cf] for index, (levels, cf) in exchange.of_buckets.items()},
         "residuals": {name: view.clone() for part in parts for name, view in residual_views(part).items()},
         "states": {
             part.unit.name: {key: tensor.clone() for key, tensor in part.unit.state.items()}
@@ -186,6 +200,7 @@ def restore(exchange: Exchange, state: Mapping[str, Any]) -> None:
     if exchange.coordinator is not None and state["levels"] is not None:
         exchange.levels = (state["levels"][0], state["levels"][1])
         exchange.sending = state["sending"]
+        exchange.of_buckets = {int(i): ((low, high), cf) for i, ((low, high), cf) in state["of_buckets"].items()}
     if exchange.assignment is not None and state["assignment"] is not None:
         exchange.assignment.load_state_dict(state["assignment"])
     for bucket in exchange.buckets:

@@ -6,7 +6,7 @@ Over MPI this takes microseconds on a communicator of its own (mpi4py); elsewher
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,29 +39,42 @@ class Coordinator:
         self.schedule = schedule
         self.channel = channel
         self.statistics: Statistics | None = None
-        """What the last decision was made on, on the root."""
+        """What the last decision on all was made on, on the root."""
         self._fault: Exception | None = None
 
-    def decide(self, statistics: list[float]) -> Decision:
+    def decide(self, shares: Sequence[Sequence[float]]) -> list[Decision]:
         """Blocking; every worker must call it once a step, in the same order.
+
+        Args:
+            shares: each bucket's of the statistics, as a vector.
+
+        Returns:
+            The decision on each bucket: the same on all, unless the schedule decides per bucket.
 
         Raises:
             Exception: the schedule's own, on the root; a RuntimeError on the others then.
         """
-        total = self.channel.sum_to_root(np.array(statistics, dtype=np.float64))
-        vector = np.full(Decision.SIZE, np.nan)
+        rows = np.array(shares, dtype=np.float64).reshape(-1, Statistics.SIZE)
+        if not self.schedule.per_bucket:
+            rows = rows.sum(axis=0, keepdims=True)
+        total = self.channel.sum_to_root(rows.ravel()).reshape(rows.shape)
+        vector = np.full(len(rows) * Decision.SIZE, np.nan)
         if self.channel.root and self._fault is None:
             try:
-                self.statistics = Statistics.from_vector(total.tolist())
-                vector[:] = self.schedule.decide(self.statistics).to_vector()
+                total[:, -1] = total[:, -1].sum()  # a step is skipped as a whole
+                seen = [Statistics.from_vector(row) for row in total.tolist()]
+                self.statistics = None if self.schedule.per_bucket else seen[0]
+                decisions = self.schedule.decide_each(seen)
+                vector[:] = [number for decision in decisions for number in decision.to_vector()]
             except Exception as error:
                 self._fault = error
         vector = self.channel.from_root(vector)
         if self._fault is not None:
             raise self._fault
-        if np.isnan(vector[0]):
+        if np.isnan(vector[:1]).any():
             raise RuntimeError(f"schedule {self.schedule.name!r} failed on worker 0, which decides; see its traceback")
-        return Decision.from_vector(vector.tolist())
+        made = [Decision.from_vector(row) for row in vector.reshape(-1, Decision.SIZE).tolist()]
+        return made if self.schedule.per_bucket else made * len(shares)
 
     def observe(self, seconds: float, compress_s: float, samples: float) -> None:
         """Tell the schedule what the last step cost, on the root; if it fails, so does the next :meth:`decide`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from hvdcomp.coordinator import Coordinator, Referee
 from hvdcomp.errors import ReplicaError
 from hvdcomp.plain import PlainMeans
 from hvdcomp.rounds import BucketRun, Context, Fused, Gradients
-from hvdcomp.schedules import Decision, Evidence, Setting, Statistics
+from hvdcomp.schedules import DENSE, Decision, Evidence, Setting, Statistics
 
 NOTHING = Told()
 
@@ -49,7 +49,9 @@ class StepRecord:
         exchange_s: from the first collective's start to the last one's end.
         wait_s: the part of it in which this worker only waited.
         decide_s: waiting for the decision.
-        statistics: what the decision was made on, on the worker that decides.
+        cfs: by a bucket's index, where each is decided on by itself; ``cf`` is that of all their elements then, and
+            ``level``, ``levels`` and ``gains`` tell nothing.
+        statistics: what the decision on all was made on, on the worker that decides.
         evidence: what a schedule that assigns was told of this step, on the worker that decides.
         switched: the units whose setting such a schedule changes from the next step on, with the new one.
         sent: the tensors of each unit, and the bytes that it handed to collectives, headers of frames apart.
@@ -73,6 +75,7 @@ class StepRecord:
     exchange_s: float = 0.0
     wait_s: float = 0.0
     decide_s: float = 0.0
+    cfs: dict[int, float] = field(default_factory=dict)
     statistics: Statistics | None = None
     evidence: Evidence | None = None
     switched: dict[str, Setting] = field(default_factory=dict)
@@ -264,8 +267,10 @@ class Exchange:
         self._first_start: float | None = None
         self.sending = self.levels[0] if self.levels is not None else None
         """The factor that the last decision chose, where steps obey the last one's."""
+        self.of_buckets: dict[int, tuple[tuple[float, float], float]] = {}
+        """Levels and that factor by a bucket's index, where each bucket is decided on by itself."""
         self._gains: tuple[float, float] | None = None
-        self._shares: list[list[float]] = []
+        self._shares: dict[int, list[float]] = {}
 
     @property
     def _dense(self) -> bool:
@@ -282,12 +287,16 @@ class Exchange:
         """This step obeys the last one's decision."""
         return self.coordinator is not None and not self.coordinator.schedule.exact and not self._dense
 
-    @property
-    def _cf(self) -> float | None:
-        """The factor of a step that is not decided on."""
+    def _cf(self, bucket: int | None = None) -> float | None:
+        """The factor, of a bucket or of all, of a step that is not decided on."""
         if self._dense or self._decided:
             return 1.0 if self._dense else None
+        if bucket in self.of_buckets:
+            return self.of_buckets[bucket][1]
         return self.sending if self._ahead else self._cf_at(self.step)
+
+    def _levels(self, bucket: int) -> tuple[float, float] | None:
+        return self.of_buckets[bucket][0] if bucket in self.of_buckets else self.levels
 
     @property
     def under_way(self) -> bool:
@@ -313,9 +322,10 @@ class Exchange:
         """
         self._begin()
         context = Context(
-            self.transport.worker, self.transport.workers, self.step, self.levels if self._decided else None,
-            self._check_finite, scale, summed, cf=self._cf, dense=self._dense,
-            watched=self.levels if self._ahead else None,
+            self.transport.worker, self.transport.workers, self.step,
+            self._levels(bucket.index) if self._decided else None,
+            self._check_finite, scale, summed, cf=self._cf(bucket.index), dense=self._dense,
+            watched=self._levels(bucket.index) if self._ahead else None,
             overwrites=self.assignment is None or not self.assignment.watch.sums,
         )  # fmt: skip
         flight = _Flight(BucketRun(bucket, gradients, context))
@@ -326,7 +336,7 @@ class Exchange:
         with self._timed("encode_s"):
             flight.run.begin()
             if self._ahead:
-                self._shares.append(flight.run.statistics())
+                self._shares[bucket.index] = flight.run.statistics()
         if not self._decided:
             self._launch(flight)
 
@@ -342,7 +352,8 @@ class Exchange:
 
     def _begin(self) -> None:
         if not self.under_way:
-            self._record = StepRecord(self.step, levels=self.levels, fell_back=self._dense)
+            apart = self.coordinator is not None and self.coordinator.schedule.per_bucket
+            self._record = StepRecord(self.step, levels=None if apart else self.levels, fell_back=self._dense)
             self._first_start = None
             self._shares.clear()
 
@@ -350,12 +361,12 @@ class Exchange:
         """Complete the exchange of all buckets that were started, and commit it or, on every worker alike, skip it."""
         record = self._record
         record.bytes_dense = sum(spec.nbytes for bucket in self.buckets for spec in bucket.members)
-        decision = self._decide()
+        decisions = self._decide()
         flights = [self._flights[index] for index in sorted(self._flights)]
-        if decision is not None and decision.skip:
+        if any(decision.skip for decision in decisions.values()):
             record.skipped = True
         else:
-            self._run_all(flights, decision)
+            self._run_all(flights, decisions)
             self._finish_plain()
             record.skipped = not all(flight.run.settled() for flight in flights)
         with self._timed("decode_s"):
@@ -367,12 +378,14 @@ class Exchange:
         for flight in flights:
             for method, numel in flight.run.compressed.items():
                 record.elements[method] = record.elements.get(method, 0) + numel
-        if decision is None:
+        if self._ahead and self.of_buckets:
+            self._note({index: cf for index, (_, cf) in self.of_buckets.items()})
+        elif not decisions:
             assigned = self.assignment.cf if self.assignment is not None else None
-            record.cf = self._cf or assigned or record.bytes_dense / max(record.bytes_sent, 1)
-        if self._ahead and self.levels is not None:
-            record.gains = self._gains
-            record.level = self.levels.index(record.cf) if record.cf in self.levels else -1
+            record.cf = self._cf() or assigned or record.bytes_dense / max(record.bytes_sent, 1)
+            if self._ahead and self.levels is not None:
+                record.gains = self._gains
+                record.level = self.levels.index(record.cf) if record.cf in self.levels else DENSE
         if self.assignment is not None:
             self.assignment.settle(record.skipped)
         for flight in flights:
@@ -396,23 +409,33 @@ class Exchange:
             if not record.skipped:
                 self.coordinator.hear(told.next_lr, told.loss)
             if self._ahead:
-                decision = self._ask(self.coordinator, self._shares)
-                self._gains = decision.gains
-                self.sending = self.sending if decision.skip else decision.cf
+                self._ask(self.coordinator, self._shares)
         if self.assignment is not None and record is self._record and not record.skipped:
             with self._timed("decide_s"):
                 record.evidence, record.switched = self.assignment.ask(_evidence(record, seconds, samples, told))
         if self.referee is not None:
             self.referee.observe(seconds)
 
-    def _ask(self, coordinator: Coordinator, shares: list[list[float]]) -> Decision:
-        """The decision on this step's statistics, of which each bucket has its share."""
-        total = [sum(column) for column in zip(*shares, strict=True)] or [0.0] * Statistics.SIZE
+    def _ask(self, coordinator: Coordinator, shares: Mapping[int, list[float]]) -> dict[int, Decision]:
+        """The decision on each bucket, by its index, after this step's statistics, of which each has its share."""
+        indices = sorted(shares)
         with self._timed("decide_s"):
-            decision = coordinator.decide(total)
+            decisions = dict(zip(indices, coordinator.decide([shares[index] for index in indices]), strict=True))
         self._record.statistics = coordinator.statistics
-        self.levels = decision.levels
-        return decision
+        for index, decision in decisions.items():
+            if coordinator.schedule.per_bucket:
+                sending = self.of_buckets[index][1] if index in self.of_buckets else decision.levels[0]
+                self.of_buckets[index] = decision.levels, sending if decision.skip else decision.cf
+            else:
+                self.levels, self._gains = decision.levels, decision.gains
+                self.sending = self.sending if decision.skip else decision.cf
+        return decisions
+
+    def _note(self, cfs: Mapping[int, float]) -> None:
+        """Take down what each bucket sends, and the factor of all their elements together."""
+        numel = {bucket.index: sum(spec.numel for spec in bucket.members) for bucket in self.buckets}
+        self._record.cfs = dict(sorted(cfs.items()))
+        self._record.cf = sum(numel[index] for index in cfs) / sum(numel[index] / cf for index, cf in cfs.items())
 
     def drop(self) -> None:
         """Forget what is under way: after a failed collective nothing of it can be completed."""
@@ -424,22 +447,26 @@ class Exchange:
         self._plain.drop()
         self._are_plain.clear()
 
-    def _decide(self) -> Decision | None:
+    def _decide(self) -> dict[int, Decision]:
+        """The decision on each bucket, by its index; empty where the step waits for none."""
         if self.coordinator is None or not self._decided:
-            return None
+            return {}
         record = self._record
         with self._timed("encode_s"):
-            shares = [flight.run.statistics() for _, flight in sorted(self._flights.items())]
-        decision = self._ask(self.coordinator, shares)
-        record.cf, record.level, record.gains = decision.cf, decision.level, decision.gains
-        return decision
+            shares = {index: flight.run.statistics() for index, flight in self._flights.items()}
+        decisions = self._ask(self.coordinator, shares)
+        if self.coordinator.schedule.per_bucket:
+            self._note({index: decision.cf for index, decision in decisions.items()})
+        else:
+            for decision in decisions.values():
+                record.cf, record.level, record.gains = decision.cf, decision.level, decision.gains
+        return decisions
 
-    def _run_all(self, flights: list[_Flight], decision: Decision | None) -> None:
-        if decision is not None:
-            for flight in flights:
-                with self._timed("encode_s"):
-                    flight.run.decide(decision.level)
-                self._launch(flight)
+    def _run_all(self, flights: list[_Flight], decisions: Mapping[int, Decision]) -> None:
+        for flight in flights if decisions else ():
+            with self._timed("encode_s"):
+                flight.run.decide(decisions[flight.run.bucket.index].level)
+            self._launch(flight)
         while any(flight.fused for flight in flights):
             for flight in flights:
                 self._land(flight)

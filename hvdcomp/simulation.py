@@ -16,9 +16,10 @@ from hvdcomp.buckets import Bucket, Spec
 from hvdcomp.checkpointing import residual_views
 from hvdcomp.checks import check_count
 from hvdcomp.compressors import Compressor, create
+from hvdcomp.coordinator import Coordinator, LocalChannel
 from hvdcomp.plugin import as_compressor, as_schedule, cf_in_force, layout_of
 from hvdcomp.rounds import BucketRun, Context, Fused
-from hvdcomp.schedules import Assigning, Decision, Evidence, Schedule, Setting, Statistics
+from hvdcomp.schedules import Assigning, Decision, Evidence, Schedule, Setting
 
 
 @dataclass
@@ -70,6 +71,7 @@ class World:
     Attributes:
         nbytes: payload that worker 0 handed to collectives in the last step, headers included.
         decision: the schedule's last decision on a factor for all.
+        decisions: the last decision on each bucket, by its index; the same on all unless the schedule tells them apart.
         switched: the units whose setting the schedule changed after the last step, with the new one.
         skipped: the last step met a NaN or an Inf on some worker and was left out by all.
     """
@@ -98,18 +100,17 @@ class World:
         self.nbytes = 0
         self.step_count = 0
         self.decision: Decision | None = None
+        self.decisions: dict[int, Decision] = {}
         self.skipped = False
         self.switched: dict[str, Setting] = {}
         self._layout = layout_of(chosen, compressor, granularity, bucket_mb, exclude)
         self._buckets: list[list[Bucket]] = []
         self._assigning = chosen if isinstance(chosen, Assigning) else None
         self._assignments: list[Assignment] = []
-        self._levels = None
+        self._levels: dict[int, tuple[float, float]] = {}
+        self._sending: dict[int, float] = {}
         chosen.prepare(size)
-        if self.schedule is not None:
-            self._levels = self.schedule.levels
         self._ahead = self.schedule is not None and not chosen.exact
-        self._sending = self._levels[0] if self._levels is not None else None
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]], **told: float) -> list[dict[str, Tensor]]:
         """One exchange.
@@ -137,11 +138,11 @@ class World:
         self.nbytes = 0
         gradients = [_Gradients(worker) for worker in grads]
         runs = [self._begin(worker, gradients[worker]) for worker in range(self.size)]
-        level = self._decide(runs)
-        self.skipped = level is None
-        if level is not None:
+        levels = self._decide(runs)
+        self.skipped = levels is None
+        if levels is not None:
             for bucket in zip(*runs, strict=True):
-                self._exchange(list(bucket), level)
+                self._exchange(list(bucket), levels.get(bucket[0].bucket.index, -1))
             self.skipped = not all(run.settled() for run in runs[0])
         for run in (run for worker in runs for run in worker):
             if self.skipped:
@@ -174,21 +175,29 @@ class World:
         raise KeyError(name)
 
     def _begin(self, worker: int, gradients: _Gradients) -> list[BucketRun]:
-        context = Context(
-            worker,
-            self.size,
-            self.step_count,
-            None if self._ahead else self._levels,
-            any(method.checks_finite for method in self._layout.methods),
-            cf=self._cf_at(self.step_count) if self.schedule is None else self._sending if self._ahead else None,
-            watched=self._levels if self._ahead else None,
-        )
-        runs = [BucketRun(bucket, gradients, context) for bucket in self._buckets[worker]]
+        runs = [BucketRun(bucket, gradients, self._context(worker, bucket.index)) for bucket in self._buckets[worker]]
         for run in runs:
             run.begin()
             for assignment in self._assignments[worker : worker + 1]:
                 assignment.see(run)
         return runs
+
+    def _context(self, worker: int, bucket: int) -> Context:
+        levels, cf = None, None
+        if self.schedule is None:
+            cf = self._cf_at(self.step_count)
+        else:
+            levels = self._levels.get(bucket, self.schedule.levels)
+            cf = self._sending.get(bucket, levels[0]) if self._ahead else None
+        return Context(
+            worker,
+            self.size,
+            self.step_count,
+            None if self._ahead else levels,
+            any(method.checks_finite for method in self._layout.methods),
+            cf=cf,
+            watched=levels if self._ahead else None,
+        )
 
     def _assigned(self) -> list[Assignment]:
         """Each worker's part of what a schedule assigns."""
@@ -210,19 +219,21 @@ class World:
             known: dict[str, Any] = {"bytes_sent": self.nbytes, "bytes_dense": spec_bytes, **told}
             _, self.switched = assignment.ask(Evidence(self.step_count, **known))
 
-    def _decide(self, runs: list[list[BucketRun]]) -> int | None:
-        """The level to send, None to skip; where steps obey the last decision, that has been made."""
+    def _decide(self, runs: list[list[BucketRun]]) -> dict[int, int] | None:
+        """The level to send by a bucket's index, None to skip; empty where the last decision is obeyed."""
         if self.schedule is None:
-            return -1
-        vectors = [run.statistics() for worker in runs for run in worker]
-        self.decision = self.schedule.decide(
-            Statistics.from_vector([sum(column) for column in zip(*vectors, strict=True)])
-        )
-        self._levels = self.decision.levels
+            return {}
+        same = list(zip(*runs, strict=True))
+        shares = [np.sum([run.statistics() for run in bucket], axis=0) for bucket in same]
+        made = Coordinator(self.schedule, LocalChannel()).decide(shares)
+        self.decisions = {bucket[0].bucket.index: decision for bucket, decision in zip(same, made, strict=True)}
+        self.decision = made[0]
+        self._levels = {index: decision.levels for index, decision in self.decisions.items()}
+        skip = any(decision.skip for decision in made)
         if self._ahead:
-            self._sending = self._sending if self.decision.skip else self.decision.cf
-            return -1
-        return None if self.decision.skip else self.decision.level
+            self._sending |= {} if skip else {index: decision.cf for index, decision in self.decisions.items()}
+            return {}
+        return None if skip else {index: decision.level for index, decision in self.decisions.items()}
 
     def _exchange(self, workers: list[BucketRun], level: int) -> None:
         """All phases of one bucket, on all workers."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hvdcomp import schedules
+from hvdcomp.coordinator import Coordinator, LocalChannel
 from hvdcomp.schedules import DENSE, Decision, GraVAC, Schedule, Static, Statistics, Warmup
 from hvdcomp.schedules.gravac import scaled_cfs
 
@@ -133,7 +134,7 @@ def test_defaults_are_the_papers_exponential_settings() -> None:
     assert GraVAC().describe() == {
         "name": "gravac", "cf_min": 10, "cf_max": 1000, "policy": "exponential", "epsilon": 0.7, "omega": 0.01,
         "window": 500, "gain": "squared", "throughput": "mean", "ratio": 2, "exact": True,
-        "lr_drop": None, "loss_rise": None, "gain_fall": None,
+        "lr_drop": None, "loss_rise": None, "gain_fall": None, "per": "model",
     }  # fmt: skip
 
 
@@ -727,6 +728,43 @@ def test_resume_is_bitwise_at_every_point_of_a_trace(gain: str) -> None:
         assert json.dumps(resumed.state_dict()) == state
         assert [event(resumed) for event in trace[at:]] == results[at:]
         assert resumed.state_dict() == unbroken.state_dict()
+
+
+# -- GraVAC: per bucket ------------------------------------------------------------------------------------------------
+
+
+def test_buckets_search_by_their_own_gains_and_all_skip_together() -> None:
+    together = gravac(window=2, per="bucket")
+    apart = [gravac(window=2), gravac(window=2)]
+    for step in range(8):
+        each = [shares(0.9, 0.8), shares(0.6, 0.3)]
+        expected = [schedule.decide(own) for schedule, own in zip(apart, each, strict=True)]
+        assert together.decide_each(each) == expected
+        for schedule in (together, *apart):
+            schedule.observe(1.0 + step / 10, 0.1)
+    assert expected[0].cf > expected[1].cf
+    bad = [shares(0.9, 0.8).to_vector(), BAD[0].to_vector()]
+    made = Coordinator(together, LocalChannel()).decide(bad)
+    assert [decision.skip for decision in made] == [True, True]
+    assert [decision.levels for decision in made] == [decision.levels for decision in expected]
+
+
+def test_buckets_searches_resume_bitwise() -> None:
+    def fresh() -> GraVAC:
+        return gravac(workers=70, window=3, per="bucket")
+
+    rng = random.Random(0)
+    trace = [[shares(rng.uniform(0.2, 1), rng.uniform(0.1, 1)) for _ in range(3)] for _ in range(20)]
+    unbroken, resumed = fresh(), fresh()
+    for each in trace[:10]:
+        unbroken.decide_each(each)
+        unbroken.observe(rng.uniform(0.1, 0.2), 0.01)
+    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+    for each in trace[10:]:
+        assert resumed.decide_each(each) == unbroken.decide_each(each)
+    assert resumed.state_dict() == unbroken.state_dict()
+    with pytest.raises(ValueError, match="saved with"):
+        gravac(workers=70, window=3).load_state_dict(unbroken.state_dict())
 
 
 def test_a_saved_state_does_not_change_as_the_run_goes_on() -> None:

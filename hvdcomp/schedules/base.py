@@ -105,6 +105,8 @@ class Schedule(ABC):
     """Needs one decision a step; False spares that collective."""
     timed: ClassVar[bool] = False
     """Its decisions depend on measured times, so that on another network it would decide otherwise."""
+    per_bucket: bool = False
+    """Each bucket has a decision of its own, by :meth:`decide_each`."""
     exact: bool = True
     """A step is decided by its own gains; False: by estimates of the last step's, so that nothing waits."""
     source: ClassVar[str]
@@ -136,6 +138,11 @@ class Schedule(ABC):
     @abstractmethod
     def decide(self, statistics: Statistics) -> Decision:
         """Decide this step for all ranks. On rank 0 only, once a step."""
+
+    def decide_each(self, statistics: Sequence[Statistics]) -> list[Decision]:
+        """As `decide`, with the statistics of every bucket apart, where `per_bucket`; else of all together, alone."""
+        (together,) = statistics
+        return [self.decide(together)]
 
     @abstractmethod
     def observe(self, seconds: float, compress_s: float, samples: float = 1.0) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,7 @@ from hvdcomp.schedules.base import (
 Policy = Literal["exponential", "geometric"]
 Gain = Literal["squared", "norm", "raw"]
 Throughput = Literal["mean", "last"]
+Per = Literal["model", "bucket"]
 
 DENSE_CF = 1.0
 
@@ -91,6 +92,8 @@ class GraVAC(Schedule):
             sum ||C(g+r)|| over that of sum ||g||, un-squared (the authors' code), which can pass 1.
         throughput: of several recordings of a CF keep the "mean" (the paper's figures) or the "last" (its listing).
         ratio: r of the policy, >= 1.01.
+        per: "model" (the paper): one search for all; "bucket": each bucket (`bucket_mb`) has a search of its own, by
+            its own gains and the whole step's time, and sends at its own CF.
         exact: a step compresses at cf_min and then at the candidate, and its own gains decide what it sends, as in the
             paper. False: a step compresses once, at the factor that the last step's gains decided, and gains are
             estimated from a sample of the gradient, as those of the largest elements: it then costs little beyond a
@@ -121,6 +124,7 @@ class GraVAC(Schedule):
         "gain": "squared (the paper), norm (its root), or raw (the authors' code; can pass 1)",
         "throughput": "of several recordings of a CF keep their mean, or the last",
         "ratio": "r of the policy, >= 1.01",
+        "per": "model (one search, the paper) or bucket (each has its own)",
         "lr_drop": "share of itself, in [0, 1), to which a falling learning rate opens the search again; None: never",
         "loss_rise": "share of its lowest, > 0, by which a rising loss opens the search again; None: never",
         "gain_fall": "share, in (0, 1], by which a falling gain of cf_min opens the search again; None: never",
@@ -142,6 +146,7 @@ class GraVAC(Schedule):
         lr_drop: float | None = None,
         loss_rise: float | None = None,
         gain_fall: float | None = None,
+        per: Per = "model",
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -163,6 +168,8 @@ class GraVAC(Schedule):
         self.gain_fall = None if gain_fall is None else check_number(
             "gain_fall", gain_fall, 1e-9, 1, hint="of the gain, relative; for a half 0.5"
         )  # fmt: skip
+        self.per = check_choice("per", per, ("model", "bucket"))
+        self.per_bucket = self.per == "bucket"
         self.ratio = check_number("ratio", ratio, 1.01, hint="the factor between the first two candidates")
 
         self.candidates = scaled_cfs(self.cf_min, self.cf_max, self.policy, self.ratio)
@@ -180,6 +187,8 @@ class GraVAC(Schedule):
         """That of cf_min as the last window ended."""
         self._opens = False
         """The next decision opens the search again."""
+        self._searches: list[GraVAC] = []
+        """Each bucket's own."""
 
     def prepare(self, workers: int) -> None:
         """The newest gain counts by min(1, workers / 100). Throughputs recorded with other workers are forgotten."""
@@ -187,6 +196,8 @@ class GraVAC(Schedule):
         if workers != self._workers:
             self._records = {}
         self._workers = workers
+        for search in self._searches:
+            search.prepare(workers)
 
     @property
     def levels(self) -> tuple[float, float]:
@@ -202,8 +213,7 @@ class GraVAC(Schedule):
 
         Raises RuntimeError before `prepare`.
         """
-        if self._workers is None:
-            raise RuntimeError("call prepare(workers) before the first decide(): the gain's average depends on it")
+        self._prepared()
         self._pending = None
         if not (statistics.finite and all(map(math.isfinite, statistics.to_vector()))):
             gains = tuple(0.0 if gain is None else gain.value for gain in self._gains)
@@ -219,11 +229,28 @@ class GraVAC(Schedule):
             self._end_window(gain_min, gain_c)
         return Decision(cf, level, skip=False, levels=self._levels, gains=(gain_min.value, gain_c.value))
 
+    def decide_each(self, statistics: Sequence[Statistics]) -> list[Decision]:
+        if not self.per_bucket:
+            return super().decide_each(statistics)
+        workers = self._prepared()
+        for _ in statistics[len(self._searches) :]:  # buckets come, but never go
+            search = GraVAC(**self._of_search())
+            search.prepare(workers)
+            self._searches.append(search)
+        return [search.decide(own) for search, own in zip(self._searches, statistics, strict=True)]
+
+    def _prepared(self) -> int:
+        if self._workers is None:
+            raise RuntimeError("call prepare(workers) before the first decide(): the gain's average depends on it")
+        return self._workers
+
     def observe(self, seconds: float, compress_s: float, samples: float = 1.0) -> None:
         """Record the compression throughput of the CF just sent; compression time is left out of a dense step's.
 
         Ignored after a skipped step, and where the cost is no measurement (a time or a number of samples not above 0).
         """
+        for search in self._searches:
+            search.observe(seconds, compress_s, samples)
         pending, self._pending = self._pending, None
         if pending is None or self._workers is None:
             return
@@ -243,6 +270,8 @@ class GraVAC(Schedule):
 
         That is with the next decision, which still is on the levels that all ranks evaluate.
         """
+        for search in self._searches:
+            search.hear(lr, loss)
         dropped = self._lr.drops_to(lr) if self.lr_drop is not None and math.isfinite(lr) else False
         self._opens |= self._loss_has_risen(loss) or dropped
 
@@ -260,6 +289,7 @@ class GraVAC(Schedule):
             "lowest_loss": self._lowest_loss if math.isfinite(self._lowest_loss) else None,
             "gain_before": self._gain_before,
             "opens": self._opens,
+            "searches": [search.state_dict() for search in self._searches],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -272,6 +302,10 @@ class GraVAC(Schedule):
         own, saved = self._fixed_parameters(), state["parameters"]
         if saved != own:
             raise ValueError(f"this GraVAC state was saved with {saved}, not with {own}; use those, or start afresh")
+        searches = [GraVAC(**self._of_search()) for _ in state["searches"]]
+        for search, of_bucket in zip(searches, state["searches"], strict=True):
+            search.load_state_dict(of_bucket)
+        self._searches = searches
         prepared = self._workers
         cf_min, candidate = state["levels"]
         gain_min, gain_c = (None if gain is None else _Gain(*gain) for gain in state["gains"])
@@ -289,9 +323,13 @@ class GraVAC(Schedule):
         if prepared is not None:
             self.prepare(prepared)
 
+    def _of_search(self) -> dict[str, Any]:
+        """The parameters of one bucket's search."""
+        return {parameter.name: getattr(self, parameter.name) for parameter in self.parameters()} | {"per": "model"}
+
     def _fixed_parameters(self) -> dict[str, Any]:
         """The parameters that give the state its meaning."""
-        return {name: getattr(self, name) for name in ("cf_min", "cf_max", "policy", "ratio", "gain")}
+        return {name: getattr(self, name) for name in ("cf_min", "cf_max", "policy", "ratio", "gain", "per")}
 
     def _smooth(self, statistics: Statistics) -> tuple[_Gain, _Gain]:
         """Take this step's gains into the averages; an average starts at its first value."""

@@ -32,7 +32,8 @@ class MetricsLog:
     test_loss and (of a text) perplexity, over the test set, of all workers; layer_bytes ([sent, dense] of each tensor,
     since the run began). null: not known.
 
-    Under a schedule that decides: statistics (of the two levels: `hvdcomp.schedules.Statistics`, as a vector).
+    Under a schedule that decides: statistics (of the two levels: `hvdcomp.schedules.Statistics`, as a vector), or where
+    it decides for each bucket apart cfs (bucket: its factor); decision, levels and gains tell nothing then.
     Under a schedule that assigns settings to units (tensors): switched, where some change (unit: its setting from the
     next step on); and at the end of a phase over which gradients were added up, phase: its steps, units (name: shape),
     and by unit sums (of the elements, of their squares) and overlaps (see `hvdcomp.schedules.Overlap`).

@@ -121,6 +121,8 @@ def _undecided(rows: Sequence[Row], schedule: Schedule) -> Iterable[Replayed]:
 
 
 def _decided(rows: Sequence[Row], schedule: Schedule) -> Iterable[Replayed]:
+    if schedule.per_bucket:
+        raise UnknownError("a trace has sums over all buckets, which do not tell each bucket's gain: give per=model")
     times: defaultdict[float, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row.get("iteration_s") is not None:

@@ -86,6 +86,8 @@ def _decided(record: StepRecord, units: Sequence[UnitForm]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if record.statistics is not None and not record.skipped:
         found["statistics"] = record.statistics.to_vector()
+    if record.cfs:
+        found["cfs"] = record.cfs
     evidence = record.evidence
     if evidence is not None and evidence.phase_steps:
         found["phase"] = {

@@ -24,12 +24,14 @@ from torch import nn
 import hvdcomp
 from hvdcomp import compressors
 from hvdcomp.schedules import GraVAC, Static
+from hvdcomp.simulation import World
 from ranks.tools import (
     LOSSY,
     SHAPES,
     assert_alike,
     assert_close,
     assert_equal,
+    everyones,
     give,
     gradients,
     loss_of,
@@ -84,6 +86,45 @@ def _counted(compression: Any, **arguments: Any) -> list[Counter[str]]:
 def check_powersgd_makes_two_exchanges() -> None:
     """Issue 2, done when 6: every P together, with the dense tensors, then every Q."""
     assert _counted(hvdcomp.PowerSGD(rank=2)) == [Counter(allreduce=2)] * 4
+
+
+def check_buckets_are_decided_on_apart() -> None:
+    """As in the simulation, on all ranks alike, and across a checkpoint."""
+    rng = torch.Generator().manual_seed(3)
+    spiky = torch.zeros(40, 50).index_put((torch.tensor([1, 7]), torch.tensor([2, 3])), torch.tensor([9.0, -7.0]))
+    steps = [{"a": spiky + 1e-3 * torch.randn(40, 50, generator=rng), "b": torch.ones(30, 40)} for _ in range(12)]
+
+    def schedule(exact: bool) -> GraVAC:
+        return GraVAC(cf_min=2, cf_max=16, epsilon=0.8, window=2, exact=exact, per="bucket")
+
+    for exact in (True, False):
+        now = [0.0]
+        chosen, own = schedule(exact), schedule(exact)
+        params = parameters({"a": (40, 50), "b": (30, 40)})
+        chosen.clock = lambda now=now: now[0]  # type: ignore[misc]
+        optimizer = wrap(params, "topk", schedule=chosen, bucket_mb=1e-6)
+        simulated = World(2, "topk", schedule=own, bucket_mb=1e-6)
+        cfs = []
+        for step, grads in enumerate(steps):
+            if step == 6:
+                state = optimizer.compressor_state_dict()
+                assert_alike(p.data for p in params.values())
+                again = schedule(exact)
+                again.clock = chosen.clock
+                optimizer = wrap(params, "topk", schedule=again, bucket_mb=1e-6)
+                optimizer.load_compressor_state_dict(state)
+            means = simulated.step([grads, grads])[0]
+            optimizer.zero_grad()
+            give(params, grads)
+            optimizer.synchronize()
+            assert_close([params[name].grad for name in grads], [means[name] for name in grads])
+            cfs.append(optimizer.last_step.cfs)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert len(everyones(cfs)) == 2
+        assert everyones(cfs)[0] == everyones(cfs)[1]
+        assert cfs[-1][0] == 16  # nearly all of it is two elements
+        assert cfs[-1][1] < 2  # dense: halves do not hold .8 of it
 
 
 def check_plain_steps_take_whatever_a_gradient_is() -> None:
