@@ -28,6 +28,7 @@ class Threshold(GatheredSparsifier):
     name: ClassVar[str] = "threshold"
     source: ClassVar[str] = "Strom 2015 (values sent as they are); Sahu et al. 2021, hard threshold"
     has_levels: ClassVar[bool] = False
+    takes_factors: ClassVar[bool] = False
 
     def __init__(
         self, threshold: float = 0.01, max_density: float = 0.1, values: str = "fp32", error_feedback: bool = True
