@@ -424,7 +424,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         bucket, spec = self._place_of[name]
         self._missing[bucket.index] -= 1
-        if isinstance(self._exchange, Exchange) and self._exchange.is_plain(bucket):
+        early = isinstance(self._exchange, Exchange) and self._exchange.is_plain(bucket) and not bucket.small
+        if early and isinstance(self._exchange, Exchange):
             self._exchange.start_plain(spec, self._gradients, scale=self._scale(), summed=self._summed)
         elif self._missing[bucket.index] == 0:
             self._start(self._exchange, bucket)
