@@ -82,6 +82,9 @@ class Assignment:
         self._buckets = buckets
         self._index: dict[str, int] = {}
         self._known = 0
+        self._places: dict[str, tuple[Part, int]] = {}
+        self._placed = 0
+        """Buckets whose members' places are known."""
         self.watch = Watch(
             sums=channel.root and schedule.wants_sums,
             overlaps=channel.root and schedule.wants_overlaps,
@@ -119,11 +122,20 @@ class Assignment:
     def see_plain(self, spec: Spec, gradients: Gradients, scale: float) -> None:
         """Take note of the gradient of one tensor, which its mean is about to be written over."""
         if self._gathers:
+            part, offset = self._place_of(spec.name)
             gradient = gradients.read(spec)
-            for part in self.parts if gradient is not None else ():
+            if part is not None and gradient is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                self.watch.see(part, [(offset, dense.reshape(-1))], 1 / scale)
+
+    def _place_of(self, name: str) -> tuple[Part | None, int]:
+        """The unit that a tensor is a member of, and where in it; no unit where no setting is assigned to it."""
+        if self._placed != len(self._buckets):
+            self._placed = len(self._buckets)
+            for part in self.parts:
                 for offset, member in zip(part.offsets, part.members, strict=True):
-                    if member.name == spec.name:
-                        self.watch.see(part, [(offset, gradient.reshape(-1))], 1 / scale)  # type: ignore[union-attr]
+                    self._places[member.name] = part, offset
+        return self._places.get(name, (None, 0))
 
     def is_plain(self, dense: bool) -> bool:
         """The coming step compresses nothing, sends no residual, and so is not skipped for a NaN, as in plain Horovod.

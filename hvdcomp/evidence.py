@@ -172,7 +172,10 @@ class Watch:
             if unit.sampled is not None and name in state["samples"]:
                 unit.sampled.total.copy_(state["samples"][name])
             if self.echoes and name in state["echoes"]:
-                unit.last, unit.sent, unit.held = state["echoes"][name]
+                device = part.members[0].device
+                unit.last, unit.sent, unit.held = (
+                    None if kept is None else kept.to(device) for kept in state["echoes"][name]
+                )
 
     def _of(self, part: Part) -> _Watched:
         found = self._units.get(part.unit.name)

@@ -260,6 +260,8 @@ class Exchange:
         self._cf_at = cf_at
         self._flights: dict[int, _Flight] = {}
         self._plain = PlainMeans(transport.start, f"{label}.plain", transport.workers)
+        self._assigned_plain: bool | None = None
+        """No unit's setting compresses in the coming step: known before a step in which a bucket may be added."""
         self._are_plain: dict[int, bool] = {}
         """By a bucket's index, for this step."""
         self._summed = False
@@ -307,7 +309,9 @@ class Exchange:
         """In this step a bucket's tensors are to be averaged and no more: :meth:`start_plain` takes them one by one."""
         if bucket.index not in self._are_plain:
             if self.assignment is not None:
-                all_plain = self.assignment.is_plain(self._dense)
+                if self._assigned_plain is None:
+                    self._assigned_plain = self.assignment.is_plain(self._dense)
+                all_plain = self._assigned_plain
             else:
                 all_plain = self._dense or not (self._check_finite or any(part.compressed for part in bucket.parts))
             self._are_plain[bucket.index] = bucket.plain and not bucket.holds and all_plain
@@ -415,6 +419,8 @@ class Exchange:
                 record.evidence, record.switched = self.assignment.ask(_evidence(record, seconds, samples, told))
         if self.referee is not None:
             self.referee.observe(seconds)
+        if self.assignment is not None:
+            self._assigned_plain = self.assignment.is_plain(self._dense)
 
     def _ask(self, coordinator: Coordinator, shares: Mapping[int, list[float]]) -> dict[int, Decision]:
         """The decision on each bucket, by its index, after this step's statistics, of which each has its share."""
@@ -433,9 +439,10 @@ class Exchange:
 
     def _note(self, cfs: Mapping[int, float]) -> None:
         """Take down what each bucket sends, and the factor of all their elements together."""
-        numel = {bucket.index: sum(spec.numel for spec in bucket.members) for bucket in self.buckets}
-        self._record.cfs = dict(sorted(cfs.items()))
-        self._record.cf = sum(numel[index] for index in cfs) / sum(numel[index] / cf for index, cf in cfs.items())
+        numel = {b.index: sum(part.unit.numel for part in b.parts if part.compressed) for b in self.buckets}
+        self._record.cfs = {index: cf for index, cf in sorted(cfs.items()) if numel.get(index)}
+        kept = sum(numel[index] / cf for index, cf in self._record.cfs.items())
+        self._record.cf = sum(numel[index] for index in self._record.cfs) / kept if kept else 1.0
 
     def drop(self) -> None:
         """Forget what is under way: after a failed collective nothing of it can be completed."""
@@ -446,6 +453,7 @@ class Exchange:
         self._flights.clear()
         self._plain.drop()
         self._are_plain.clear()
+        self._assigned_plain = None
 
     def _decide(self) -> dict[int, Decision]:
         """The decision on each bucket, by its index; empty where the step waits for none."""

@@ -520,7 +520,8 @@ class _Distributed(torch.optim.Optimizer):
         self._untimed_s = 0.0
 
     def _told(self) -> Told:
-        lr = float(self.param_groups[0].get("lr", math.nan))
+        first = self.param_groups[0].get("lr")
+        lr = math.nan if first is None else float(first)
         loss = math.nan if self.loss is None else float(self.loss)
         return Told(lr, lr if self.next_lr is None else float(self.next_lr), loss)
 

@@ -247,8 +247,8 @@ class BucketRun:
         """The unit is sent dense, and what it is sent from must stay as it is until the step is settled."""
         if self.context.dense and part.feedback is not None:
             return True
-        dense = part.assigned and isinstance(part.compressor, NoCompression)
-        return dense and (part.feeds_back or not self.context.overwrites)
+        dense = type(part.compressor) is NoCompression
+        return dense and ((part.assigned and part.feeds_back) or not self.context.overwrites)
 
     @staticmethod
     def _settle(part: Part, feedback: ErrorFeedback, outcome: Reduced) -> None:

@@ -189,6 +189,20 @@ def test_nothing_to_choose() -> None:
     assert {arm.family for arm in drive(auto, Truth(1e8), 50)} == {"none"}
 
 
+def test_one_slow_step_makes_no_factor_free() -> None:
+    auto = schedule()
+    arm = auto.first
+    for step in range(60):
+        nbytes = 4e6 / (auto.arms[arm].factor if arm else 1)
+        seconds = 0.02 + 1e-8 * nbytes + (5.0 if step == 4 else 0.0)
+        (arm,) = set(
+            auto.assign(
+                Evidence(step, seconds=seconds, bytes_sent=int(nbytes), bytes_dense=4_000_000, echo=Echo(0.5, 1.0))
+            )
+        )
+        assert all(auto._cost(n)[0] > 0 for n in range(len(auto.arms)) if auto._known and auto._knows(n))
+
+
 def test_an_unknown_method() -> None:
     with pytest.raises(ValueError, match=r"unknown compression 'topp'.*did you mean"):
         schedule(methods=["topp"])

@@ -763,6 +763,7 @@ def test_buckets_searches_resume_bitwise() -> None:
     for each in trace[10:]:
         assert resumed.decide_each(each) == unbroken.decide_each(each)
     assert resumed.state_dict() == unbroken.state_dict()
+    assert len(resumed.decide_each(trace[0][:2])) == 2  # laid out anew: both begin afresh
     with pytest.raises(ValueError, match="saved with"):
         gravac(workers=70, window=3).load_state_dict(unbroken.state_dict())
 

@@ -169,6 +169,9 @@ class Auto(Assigning):
         self._dense_nbytes = float(evidence.bytes_dense)
         if (visit.steps > 1 or not visit.settling) and 0 < evidence.seconds < math.inf:
             visit.seconds.append(evidence.seconds)
+        if evidence.fell_back:  # another's decision: it tells nothing of this arm
+            visit.nbytes.pop()
+            return [visit.arm] * len(self.units)
         if evidence.echo is not None and visit.steps > visit.settling:
             self._echo.append([evidence.echo.sent, evidence.echo.gradient])
         if visit.steps >= visit.length and visit.seconds:
@@ -314,7 +317,8 @@ class Auto(Assigning):
         if others:
             other_s, other_nbytes = self._known[others[0]]
             slope = max(0.0, (other_s - seconds) / (other_nbytes - nbytes)) if other_nbytes != nbytes else 0.0
-        return max(seconds + slope * (wanted - nbytes), 0.0), wanted
+        slope = min(slope, seconds / nbytes) if nbytes > 0 else slope  # no step takes less than nothing
+        return seconds + slope * (wanted - nbytes), wanted
 
     # -- state
 

@@ -227,7 +227,7 @@ class LrWatch:
 
     def drops_to(self, lr: float) -> bool:
         before, self.last = self.last, lr
-        return before is not None and lr <= self.drop * before
+        return before is not None and before > 0 and lr <= self.drop * before
 
 
 def check_below_1(name: str, value: Any) -> float:

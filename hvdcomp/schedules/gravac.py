@@ -233,7 +233,9 @@ class GraVAC(Schedule):
         if not self.per_bucket:
             return super().decide_each(statistics)
         workers = self._prepared()
-        for _ in statistics[len(self._searches) :]:  # buckets come, but never go
+        if len(self._searches) > len(statistics):  # resumed with buckets laid out anew: nobody knows whose is whose
+            self._searches.clear()
+        for _ in statistics[len(self._searches) :]:
             search = GraVAC(**self._of_search())
             search.prepare(workers)
             self._searches.append(search)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from scripted import Scripted
 
 import hvdcomp
-from hvdcomp.schedules import Setting
+from hvdcomp.schedules import Accordion, Setting
 from hvdcomp.simulation import World
 from ranks.tools import (
     SHAPES,
@@ -165,6 +166,23 @@ def check_ranks_with_other_settings_are_told() -> None:
     optimizer = wrap(params, "topk", schedule=Scripted([{"cf": 5 + me()}]))
     message = raised(hvdcomp.ReplicaError, lambda: _run(optimizer, params, range(1)))
     assert "settings" in message
+
+
+def check_sparse_gradients_as_dense_in_plain_steps_and_no_learning_rate() -> None:
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(50, 8, sparse=True)
+    stock = torch.optim.SGD(table.parameters(), lr=0.1)
+    chosen = Accordion(low={"name": "none"}, high={"cf": 10}, steps_per_epoch=5)
+    optimizer: Any = hvdcomp.DistributedOptimizer(
+        stock, table.named_parameters(), "topk", sparse_as_dense=True, schedule=chosen
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = None
+    for step in range(3):
+        optimizer.zero_grad()
+        table(torch.tensor([step, hvd.rank()])).sum().backward()
+        optimizer.synchronize()
+        assert len(set(everyones(float(table.weight.grad.to_dense().sum())))) == 1
 
 
 def check_parameters_added_later_are_assigned_too() -> None:

@@ -130,7 +130,7 @@ def check_warmup_equals_the_simulation_and_goes_on_when_resumed() -> None:
 
 def check_warmup_without_its_length_or_a_factor_is_refused() -> None:
     model = net()
-    for compression, schedule, word in (("topk", "warmup", "steps_each"), ("powersgd", Warmup(3), "powersgd")):
+    for compression, schedule, word in (("topk", "warmup", "steps_each"), ("qsgd", Warmup(3), "qsgd")):
         base = torch.optim.SGD(model.parameters(), lr=0.1)
         arguments = (base, model.named_parameters(), compression)
         message = raised(ValueError, lambda a=arguments, s=schedule: hvdcomp.DistributedOptimizer(*a, schedule=s))
