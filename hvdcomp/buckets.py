@@ -104,6 +104,17 @@ class Part:
             else self.feedback.residual
         )
 
+    def joined(self, gradients: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """The unit's flat gradient, of the (offset, flat gradient) of its members; those without one are zero."""
+        if len(self.members) == 1 and gradients:
+            return gradients[0][1].to(self.dtype)
+        if len(gradients) == len(self.members):
+            return torch.cat([gradient.to(self.dtype) for _, gradient in gradients])
+        whole = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.members[0].device)
+        for offset, gradient in gradients:
+            whole[offset : offset + gradient.numel()] = gradient
+        return whole
+
     def switch(self, compressor: Compressor) -> None:
         """Go on with another compressor: the residual stays, the state where the new one has use for it."""
         if not compressor.takes_state_of(self.compressor):

@@ -116,7 +116,7 @@ class Watch:
                     unit.total[offset : offset + gradient.numel()].add_(gradient, alpha=factor)
                     unit.added.append((offset, gradient, factor))
         if unit.sampled is not None:
-            newest = unit.sampled.of(_joined(part, gradients)) * factor
+            newest = unit.sampled.of(part.joined(gradients)) * factor
             if bool(torch.isfinite(newest).all()):
                 unit.newest = newest if unit.newest is None else unit.newest + newest
 
@@ -186,16 +186,6 @@ class Watch:
             found = _Watched(part, total, SampledSum(numel, device) if sampled else None, [])
             self._units[part.unit.name] = found
         return found
-
-
-def _joined(part: Part, gradients: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """The flat gradient of a unit; members without one count as zero."""
-    if len(part.members) == 1 and gradients:
-        return gradients[0][1]
-    joined = torch.zeros(part.unit.numel, dtype=part.dtype, device=part.members[0].device)
-    for offset, gradient in gradients:
-        joined[offset : offset + gradient.numel()] = gradient
-    return joined
 
 
 def _heard(unit: _Watched) -> tuple[float, float] | None:

@@ -424,11 +424,11 @@ class _Distributed(torch.optim.Optimizer):
             return
         bucket, spec = self._place_of[name]
         self._missing[bucket.index] -= 1
-        early = isinstance(self._exchange, Exchange) and self._exchange.is_plain(bucket) and not bucket.small
-        if early and isinstance(self._exchange, Exchange):
-            self._exchange.start_plain(spec, self._gradients, scale=self._scale(), summed=self._summed)
+        exchange = self._exchange
+        if isinstance(exchange, Exchange) and exchange.is_plain(bucket) and not bucket.small:
+            exchange.start_plain(spec, self._gradients, scale=self._scale(), summed=self._summed)
         elif self._missing[bucket.index] == 0:
-            self._start(self._exchange, bucket)
+            self._start(exchange, bucket)
 
     def _start(self, exchange: Exchange | NodeExchange, bucket: Bucket) -> None:
         self._missing[bucket.index] = 0

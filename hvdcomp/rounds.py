@@ -273,7 +273,7 @@ class BucketRun:
             self._accumulated.add(number)
             unit.moments, unit.tail = done.moments, done.tail
         else:
-            self._acc[number] = _join(part, gradients)
+            self._acc[number] = part.joined(gradients)
             if part.unscaled and self.context.scale != 1.0:
                 self._acc[number] = self._acc[number] / self.context.scale
             if not self._checks_finite or self._is_checked_later(part):
@@ -426,15 +426,3 @@ def _saturated(mean: Tensor, dtype: torch.dtype) -> Tensor:
     """A mean that is about to be cast: what several steps left behind may not fit into a half."""
     limits = torch.finfo(dtype)
     return mean.clamp_(limits.min, limits.max) if dtype.itemsize < mean.dtype.itemsize else mean
-
-
-def _join(part: Part, gradients: list[tuple[int, Tensor]]) -> Tensor:
-    """The flat gradient of a unit that keeps no residual."""
-    if len(part.members) == 1 and gradients:
-        return gradients[0][1].to(part.dtype)
-    if len(gradients) == len(part.members):
-        return torch.cat([gradient.to(part.dtype) for _, gradient in gradients])
-    joined = torch.zeros(part.unit.numel, dtype=part.dtype, device=part.members[0].device)
-    for offset, gradient in gradients:
-        joined[offset : offset + gradient.numel()] = gradient
-    return joined
