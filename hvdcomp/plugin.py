@@ -17,6 +17,7 @@ from hvdcomp.compressors import FP16, Compressor, NoCompression, OkTopK, TopK, c
 from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume
 from hvdcomp.exchange import Exchange, HorovodTransport
 from hvdcomp.horovod_api import horovod, initialised_horovod, label_of
+from hvdcomp.kernels import warm_up
 from hvdcomp.schedules import Assigning, Schedule, Static
 from hvdcomp.schedules import create as create_schedule
 
@@ -181,6 +182,8 @@ class BoundCompression:
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         specs = [Spec.of(name, parameter) for name, parameter in self._parameters.items()]
         layout = Layout(compressor)
+        if layout.compresses:
+            warm_up()
         self._buckets = {
             bucket.members[0].name: bucket for bucket in layout.buckets(specs, groups=[[spec.name] for spec in specs])
         }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,6 +29,25 @@ from hvdcomp.kernels import (
 )
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
+
+
+# -- compilation
+
+WARMED = """
+import re
+from pathlib import Path
+from hvdcomp.kernels import codes, cpu, cpu_codes, warm_up
+warm_up()
+for module, users in ((cpu, [Path(codes.__file__).with_name("__init__.py")]), (cpu_codes, [Path(codes.__file__)])):
+    used = {name for path in users for name in re.findall(r"_cpu\\(\\)\\.(\\w+)", path.read_text())}
+    assert len(used) > 10
+    print(*(name for name in sorted(used) if not getattr(module, name).signatures))
+"""
+
+
+def test_every_loop_is_compiled_before_the_first_step() -> None:
+    done = subprocess.run([sys.executable, "-c", WARMED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 # -- squared_norm

@@ -248,13 +248,6 @@ def test_many_tensors_travel_as_one_alltoall_and_one_allgather() -> None:
     assert world.records[0].exchanges == 3  # what is empty goes by allreduce
 
 
-def test_a_tensor_beyond_int32_is_refused_without_being_made() -> None:
-    kept = Collected(torch.tensor([0], dtype=torch.int32), torch.ones(1))
-    unit = Unit("w", torch.Size([2**31]), workers=4)
-    with pytest.raises(ValueError, match=f"a tensor of {2**31} elements cannot be sent sparsely"):
-        next(OkTopK().send(kept, torch.zeros(0), unit))
-
-
 def test_the_type_of_values_is_checked() -> None:
     with pytest.raises(ValueError, match="unknown type of values 'fp8'"):
         OkTopK(values="fp8")

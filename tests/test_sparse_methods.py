@@ -30,7 +30,7 @@ from hvdcomp.compressors.sidco import (
     pareto,
     stage_shares,
 )
-from hvdcomp.compressors.sparsifier import GatheredSparsifier, kept_elements
+from hvdcomp.compressors.sparsifier import GatheredSparsifier, Sparsifier, kept_elements
 from hvdcomp.errors import WireError
 from hvdcomp.kernels import Collected, collect_above, count_at_least, mean_log, moments, tail
 from hvdcomp.simulation import World
@@ -618,6 +618,16 @@ def test_a_change_of_workers_averages_what_is_each_workers_own() -> None:
 
 
 # -- all of them
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "threshold", *EXACT, *SIDCOS, "artopk", "oktopk"])
+def test_a_tensor_beyond_int32_is_refused_without_being_made(name: str) -> None:
+    compressor = create(name)
+    assert isinstance(compressor, Sparsifier)
+    kept = Collected(torch.tensor([0], dtype=torch.int32), torch.ones(1))
+    unit = Unit("w", torch.Size([2**31]), workers=4)
+    with pytest.raises(ValueError, match=f"a tensor of {2**31} elements cannot be sent sparsely"):
+        next(compressor.send(kept, torch.zeros(0), unit))
 
 
 @pytest.mark.parametrize("name", [*ESTIMATING, *EXACT])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvdcomp import indices as indices_code
+from hvdcomp import kernels
 from hvdcomp.errors import WireError
 from hvdcomp.sparse_gradients import _decode as decode_rows
 from hvdcomp.sparse_gradients import _encode as encode_rows
@@ -235,6 +236,32 @@ def test_positions_beyond_int32_are_refused(position: int) -> None:
     payload = torch.cat([as_payload(header + struct.pack("<fi", 1.0, 0)), code.data])
     with pytest.raises(WireError):
         decode_sparse(payload, numel)
+
+
+@pytest.mark.parametrize(
+    ("numel", "count"), [(1, 1), (64, 64), (1000, 7), (1000, 999), (100_003, 1000), (MAX_INDEX, 50)]
+)
+@pytest.mark.parametrize("clumped", [False, True])
+def test_other_devices_write_and_read_the_same(
+    numel: int, count: int, clumped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take torch operations, which run here, too."""
+    last = min(numel, 2 * count) - 1 if clumped else numel - 1
+    positions = torch.linspace(0, last, count, dtype=torch.float64).floor().to(torch.int32)
+    payload = encode_sparse(positions, torch.randn(count), numel)
+    frame = encode_frame([payload], True)
+    monkeypatch.setattr(kernels, "_on_cpu", lambda tensor: False)
+    assert torch.equal(encode_sparse(positions, decode_sparse(payload, numel).values, numel), payload)
+    assert torch.equal(encode_frame([payload], True), frame)
+    assert torch.equal(decode_sparse(payload, numel).positions, positions)
+    (received,) = decode_frames(frame, 1, 1)[0].payloads
+    assert torch.equal(received, payload)
+    with pytest.raises(WireError):
+        decode_sparse(payload[:-1], numel)
+    for bit in torch.randint(8 * payload.numel(), (200,)).tolist():
+        flipped = payload.clone()
+        flipped[bit // 8] ^= 1 << bit % 8
+        decoded_or_refused(flipped, numel)
 
 
 # -- frames

@@ -12,6 +12,7 @@ from hvdcomp.compressors.requests import Allgather, Allreduce, Broadcast, Rounds
 from hvdcomp.compressors.sparsifier import Sparsifier, largest_of
 from hvdcomp.errors import WireError
 from hvdcomp.kernels import Collected, ascending_below, squared_norm
+from hvdcomp.wire import check_indexable
 
 SELECTIONS = ("star", "var")
 
@@ -43,6 +44,7 @@ class ARTopK(Sparsifier):
         return k
 
     def send(self, kept: Collected, acc: Tensor, unit: Unit) -> Rounds:
+        check_indexable(unit.numel)
         root = unit.step % unit.workers
         if self.selection == "var":
             norms = yield Allgather(squared_norm(kept.values).view(1).view(torch.uint8))

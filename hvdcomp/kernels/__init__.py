@@ -21,6 +21,7 @@ from hvdcomp.kernels import codes, torch_ops
 from hvdcomp.kernels.running import empty
 from hvdcomp.kernels.running import in_threads as _in_threads
 from hvdcomp.kernels.running import is_compiled as _is_compiled
+from hvdcomp.kernels.running import on_cpu as _on_cpu
 from hvdcomp.kernels.running import ranges as _ranges
 from hvdcomp.kernels.running import segments as _segments
 from hvdcomp.kernels.torch_ops import orthogonalise, squared_norm
@@ -408,7 +409,7 @@ def packed_nbytes(count: int, width: int) -> int:
 
 def pack_bits(values: Tensor, width: int) -> Tensor:
     """The low ``width`` bits (0 to 31) of non-negative integers as uint8, in a row, least significant first."""
-    if values.device.type != "cpu":
+    if not _on_cpu(values):
         return torch_ops.pack_bits(values, width)
     out = np.empty(packed_nbytes(values.numel(), width), dtype=np.uint8)
     _cpu().pack_bits(values.numpy(), width, out)
@@ -417,7 +418,7 @@ def pack_bits(values: Tensor, width: int) -> Tensor:
 
 def unpack_bits(data: Tensor, count: int, width: int) -> Tensor:
     """The (count,) int32 numbers of :func:`pack_bits`; ``data`` must hold ``packed_nbytes(count, width)`` bytes."""
-    if data.device.type != "cpu":
+    if not _on_cpu(data):
         return torch_ops.unpack_bits(data, count, width)
     out = np.empty(count, dtype=np.int32)
     _cpu().unpack_bits(_with_room(data, count, width), width, out)
@@ -432,7 +433,7 @@ def unpack_positions(data: Tensor, width: int, counts: Tensor) -> Tensor:
         counts: (blocks,) int32 of :func:`unpack_bits`; block numbers times 2^width are below 2^31.
     """
     count = int(counts.sum())
-    if data.device.type != "cpu":
+    if not _on_cpu(data):
         starts = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts) << width
         return (starts | torch_ops.unpack_bits(data, count, width)).to(torch.int32)
     out = np.empty(count + 4, dtype=np.int32)
@@ -442,7 +443,7 @@ def unpack_positions(data: Tensor, width: int, counts: Tensor) -> Tensor:
 
 def count_blocks(positions: Tensor, block_log2: int, blocks: int) -> Tensor:
     """(blocks,) int32: how many of the positions lie in each block of 2^block_log2."""
-    if positions.device.type != "cpu":
+    if not _on_cpu(positions):
         return torch.bincount(positions >> block_log2, minlength=blocks).to(torch.int32)
     counts = np.empty(blocks, dtype=np.int32)
     _cpu().count_blocks(positions.numpy(), block_log2, counts)
@@ -453,7 +454,7 @@ def ascending_below(positions: Tensor, numel: int) -> bool:
     """Whether integers rise strictly within [0, numel)."""
     if not positions.numel():
         return True
-    if positions.device.type == "cpu":
+    if _on_cpu(positions):
         return bool(_cpu().ascends(positions.numpy(), numel))
     ordered = bool((positions[1:] > positions[:-1]).all())
     return ordered and int(positions[0]) >= 0 and int(positions[-1]) < numel
@@ -461,7 +462,7 @@ def ascending_below(positions: Tensor, numel: int) -> bool:
 
 def checksum(words: Tensor, skipped: int) -> int:
     """The sum of all words (n,) int64 but the one at ``skipped``, each times 2 * index + 1, modulo 2^64, signed."""
-    if words.device.type == "cpu":
+    if _on_cpu(words):
         total = int(_cpu().checksum(words.numpy().view(np.uint64), skipped))
         return total - 2**64 if total >= 2**63 else total
     weights = 2 * torch.arange(words.numel(), device=words.device) + 1
@@ -616,6 +617,9 @@ def warm_up() -> None:
     largest(ones, 8)
     moments(ones)
     count_at_least(ones, 1.0)
+    above(ones, 0.5)
+    many = np.ones(17 * _SMALL, dtype=np.float32)
+    _kth_largest(many, many.size - 8)
     positions = torch.arange(8, dtype=torch.int32)
     data = pack_bits(positions, 3)
     unpack_bits(data, 8, 3)

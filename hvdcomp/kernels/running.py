@@ -20,9 +20,14 @@ _SEGMENT = 2**18
 """Elements, a multiple of what the loops add up at a time."""
 
 
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether the compiled loops over integers take a tensor."""
+    return tensor.device.type == "cpu"
+
+
 def is_compiled(values: Tensor) -> bool:
     """Whether a tensor is what the compiled loops take: contiguous float32 on the CPU."""
-    return values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
+    return on_cpu(values) and values.dtype == torch.float32 and values.is_contiguous()
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
