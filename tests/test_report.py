@@ -23,7 +23,7 @@ from hvdcomp.report.figures import figures, time_split
 from hvdcomp.report.page import load, names, write
 from hvdcomp.report.plots import CSS_COLOURS, Line, binned, curves, distribution
 from hvdcomp.report.table import table
-from hvdcomp.report.trace import Metrics, load_trace
+from hvdcomp.report.trace import Metrics, Variant, load_trace
 
 LAYERS = {"body.weight": [100.0, 1000.0], "body.bias": [4.0, 4.0]}
 
@@ -45,6 +45,11 @@ def write_run(folder: Path, rows: list[dict[str, Any]], *, summary: dict[str, An
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+def one(folder: Path) -> Variant:
+    """A run by itself."""
+    return Variant((load_trace(folder),))
 
 
 @pytest.fixture
@@ -97,7 +102,7 @@ def test_a_partial_run_says_what_is_missing(gravac: Path) -> None:
     assert len(run.metrics) == 40
     assert run.notes == ("config.yaml cannot be read", "not finished: step 40 is the last that was written")
     assert run.method == "not known"
-    assert figures({"a": run})
+    assert figures({"a": Variant((run,))})
 
 
 def test_what_is_no_run_is_said_clearly(gravac: Path, tmp_path: Path) -> None:
@@ -114,7 +119,7 @@ def test_what_is_no_run_is_said_clearly(gravac: Path, tmp_path: Path) -> None:
 
 
 def test_each_figure_asks_a_question(gravac: Path) -> None:
-    plots = figures({"one": load_trace(gravac)})
+    plots = figures({"one": one(gravac)})
     costs = ("steps", "bytes", "time")
     names = [*(f"accuracy-{c}" for c in costs), *(f"loss-{c}" for c in costs)]
     assert [plot.name for plot in plots] == [*names, "cf", "gain", "distribution", "time-split", "layers"]
@@ -127,7 +132,7 @@ def test_each_figure_asks_a_question(gravac: Path) -> None:
 
 def test_runs_share_the_axes(gravac: Path, tmp_path: Path) -> None:
     dense = write_run(tmp_path / "dense", [row(step, cf=1.0, gains=None, levels=None) for step in range(1, 4)])
-    plots = {plot.name: plot for plot in figures({"gravac": load_trace(gravac), "dense": load_trace(dense)})}
+    plots = {plot.name: plot for plot in figures({"gravac": one(gravac), "dense": one(dense)})}
     for name, runs in (("loss-bytes", ["gravac", "dense"]), ("gain", [])):
         legends = plots[name].figure.legends
         assert [text.get_text() for legend in legends for text in legend.get_texts()] == runs
@@ -135,15 +140,30 @@ def test_runs_share_the_axes(gravac: Path, tmp_path: Path) -> None:
 
 def test_a_text_is_known_by_its_perplexity(tmp_path: Path) -> None:
     rows = [row(step, accuracy=0.1, test_loss=5.0, perplexity=math.exp(5.0)) for step in (1, 2)]
-    plots = figures({"text": load_trace(write_run(tmp_path / "text", rows))})
-    assert [plot.title for plot in plots if "perplexity" in plot.name][1] == "How many bytes does perplexity take?"
+    plots = figures({"text": one(write_run(tmp_path / "text", rows))})
+    titles = [plot.title for plot in plots if "perplexity" in plot.name]
+    assert titles[1] == "How many bytes does a given perplexity take?"
     assert not any("accuracy" in plot.name for plot in plots)
 
 
 def test_marks_are_where_the_levels_change(gravac: Path) -> None:
-    plot = next(plot for plot in figures({"one": load_trace(gravac)}) if plot.name == "cf")
+    plot = next(plot for plot in figures({"one": one(gravac)}) if plot.name == "cf")
     marks = plot.figure.axes[0].lines[-1]
     assert (marks.get_xdata().tolist(), marks.get_ydata().tolist()) == ([20.0], [10.0])  # type: ignore[union-attr]
+
+
+def test_what_a_schedule_assigned_is_marked_and_listed(gravac: Path, tmp_path: Path) -> None:
+    changes = {5: {"a": {"rank": 1}, "b": {"rank": 1}}, 9: {"a": {"rank": 2}, "c": {"name": "none"}}}
+    rows = [row(step, cf=20.0 + step // 6, levels=None, switched=changes.get(step, {})) for step in range(1, 13)]
+    folder = write_run(tmp_path / "accordion", rows)
+    plot = next(plot for plot in figures({"one": one(folder)}) if plot.name == "cf")
+    assert plot.figure.axes[0].lines[-1].get_xdata().tolist() == [5.0, 9.0]  # type: ignore[union-attr]
+    write([folder, gravac], tmp_path / "report.html")
+    text = re.sub(r"<[^>]+>|\s+", " ", (tmp_path / "report.html").read_text())
+    listed = re.sub(" +", " ", text[text.index("What did the schedule assign, and when?") :])
+    assert "accordion: 2 changes" in listed
+    assert " 5 rank=1 2: a, b 9 rank=2 1: a none 1: c " in listed
+    assert "gravac:" not in listed
 
 
 def test_time_split_adds_up(gravac: Path) -> None:
@@ -170,7 +190,7 @@ def test_a_long_curve_keeps_its_mean_and_its_ends() -> None:
 
 
 def test_svg_is_for_a_page(gravac: Path) -> None:
-    run = load_trace(gravac)
+    run = one(gravac)
     texts = [plot.svg() for plot in figures({"run <&>": run, "other": run})]
     identifiers = [name for text in texts for name in re.findall(r'\bid="([^"]+)"', text)]
     assert len(identifiers) == len(set(identifiers))
@@ -200,7 +220,7 @@ def test_the_table_is_against_the_first_dense_run(gravac: Path, tmp_path: Path) 
         | ({"accuracy": 0.75, "test_loss": 1.0} if step == 30 else {})
         for step in range(1, 31)
     ]
-    runs = {"gravac": load_trace(gravac), "dense": load_trace(write_run(tmp_path / "dense", dense))}
+    runs = {"gravac": one(gravac), "dense": one(write_run(tmp_path / "dense", dense))}
     shown = table(runs)
     cells = {name: dict(zip(shown.heads, texts, strict=True)) for name, texts in shown.rows.items()}
     assert cells["gravac"]["CF used"] == "32.5 (10 to 100)"
@@ -214,7 +234,7 @@ def test_the_table_is_against_the_first_dense_run(gravac: Path, tmp_path: Path) 
 
 
 def test_one_run_has_nobody_to_be_faster_than(gravac: Path) -> None:
-    shown = table({"gravac": load_trace(gravac)})
+    shown = table({"gravac": one(gravac)})
     assert not any(head.startswith("to ") for head in shown.heads)
     assert any("needs a run with compression=none" in note for note in shown.notes)
 
@@ -245,13 +265,112 @@ def test_the_command_writes_one_page(gravac: Path, tmp_path: Path) -> None:
     assert text.count("<figure>") == len(list(folder.iterdir())) / 2
 
 
-def test_a_comparison_is_shown_by_its_first_seeds(gravac: Path, tmp_path: Path) -> None:
-    for place in ("topk/seed-0", "topk/seed-1", "dense/seed-0"):
-        shutil.copytree(gravac, tmp_path / "comparison" / place)
-    runs, said = load([tmp_path / "comparison"])
-    assert list(runs) == ["dense", "topk"]
-    assert runs["topk"].folder.name == "seed-0"
-    assert "3 runs, of which the first of each folder is shown" in said[0]
+@pytest.fixture
+def comparison(gravac: Path, tmp_path: Path) -> Path:
+    """Two variants with three seeds each on a modelled network; of gravac the last seed is not finished."""
+    folder = tmp_path / "comparison"
+    for variant in ("gravac", "dense"):
+        for seed in range(3):
+            rows = [json.loads(line) for line in (gravac / "metrics.jsonl").read_text().splitlines()]
+            for line in rows:
+                line["loss"] *= 1 + seed
+                line["bytes_sent"] *= 1 + seed
+                if "accuracy" in line:
+                    line["accuracy"] -= 0.01 * (1 + (variant == "gravac")) * seed
+                if variant == "dense":
+                    line |= {"cf": 1.0, "decision": -1, "gains": None, "levels": None, "iteration_s": 0.02}
+                elif seed == 1 and line["step"] >= 30:
+                    line["cf"] = 1000.0
+            finished = {"dense_exchange_s": 0.005, "paid": "Yes."} if (variant, seed) != ("gravac", 2) else None
+            run = write_run(folder / variant / f"seed-{seed}", rows, summary=finished)
+            (run / "config.yaml").write_text(
+                f"compression: {'none' if variant == 'dense' else 'topk'}\nseed: {seed}\n"
+                "network: {bandwidth_mbit: 100.0, compute_ms: 10.0}\n"
+            )
+    return folder
+
+
+def test_a_comparison_is_shown_with_all_its_seeds(comparison: Path) -> None:
+    variants = load([comparison]).variants
+    assert list(variants) == ["dense", "gravac"]
+    assert [run.seed for run in variants["dense"].runs] == [0, 1, 2]
+    assert [run.seed for run in variants["gravac"].runs] == [0, 1]
+    assert variants["gravac"].notes == (
+        "seed-2: not finished: step 40 is the last that was written",
+        "shown are the seeds that are finished",
+    )
+    folders = [comparison / "dense" / f"seed-{seed}" for seed in (2, 1)]
+    assert [run.seed for run in load([*folders, comparison / "gravac"]).variants["dense"].runs] == [1, 2]
+
+
+def test_curves_are_means_over_the_seeds_in_a_band(comparison: Path) -> None:
+    plots = {plot.name: plot for plot in figures(load([comparison]).variants)}
+    for plot, column in (("accuracy-steps", "accuracy"), ("loss-bytes", "loss")):
+        for name, line in zip(("dense", "gravac"), plots[plot].figure.axes[0].lines, strict=True):
+            runs = load([comparison]).variants[name].runs
+            values = np.array([v[np.isfinite(v)] for v in (run.metrics.column(column) for run in runs)])
+            np.testing.assert_allclose(line.get_ydata(), values.mean(0))  # type: ignore[arg-type]
+        assert "means over the seeds" in plots[plot].note
+    band = plots["accuracy-steps"].figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((0.2 - 0.02, 0.8))
+    factors = plots["cf"].figure.axes[0]
+    assert factors.lines[2].get_ydata()[-1] == pytest.approx(100)  # type: ignore[index]  # of 10 and 1000
+    assert "of 120 steps" in plots["distribution"].description
+    assert all(plot.title.endswith("?") for plot in plots.values())
+
+
+def test_the_table_has_means_and_deviations_over_the_seeds(comparison: Path) -> None:
+    shown = table(load([comparison]).variants)
+    dense, gravac = (dict(zip(shown.heads, shown.rows[name], strict=True)) for name in ("dense", "gravac"))
+    assert (dense["seeds"], gravac["seeds"]) == ("3", "2")
+    assert (dense["accuracy"], gravac["accuracy"]) == ("79.00 ± 1.00 %", "79.00 ± 1.41 %")
+    assert gravac["difference"] == "-0.50 ± 0.71 points"  # 0 with seed 0, -1 with seed 1
+    assert gravac["bytes sent"] == "6.6 kB ± 3.1 kB"
+    assert (gravac["speed-up"], gravac["step"], dense["step"]) == ("2.00 ×", "10 ms", "20 ms")
+    assert gravac["CF used"] == "168.6 ± 192.5 (10 to 1000)"
+    assert shown.notes[0].startswith("±: mean and standard deviation (n - 1) over the seeds")
+
+
+def test_a_comparisons_own_order_and_baseline(comparison: Path) -> None:
+    told = {"baseline": "gravac", "results": [{"variant": "gravac"}, {"variant": "dense"}]}
+    (comparison / "comparison.json").write_text(json.dumps(told))
+    shown = load([comparison])
+    assert (list(shown.variants), shown.baseline) == (["gravac", "dense"], "gravac")
+    rows = table(shown.variants, shown.baseline)
+    cells = dict(zip(rows.heads, rows.rows["dense"], strict=True))
+    assert cells["difference"] == "+0.50 ± 0.71 points"  # over the two seeds that both have
+    assert any("against gravac, the comparison's baseline" in note for note in rows.notes)
+
+
+def test_seeds_that_differ_by_more_are_told(comparison: Path) -> None:
+    config = comparison / "dense" / "seed-1" / "config.yaml"
+    config.write_text(config.read_text().replace("none", "fp16"))
+    (comparison / "dense" / "seed-2" / "metrics.jsonl").write_text("")
+    (comparison / "next" / "seed-0").mkdir(parents=True)
+    (comparison / "next" / "seed-0" / "metrics.jsonl").write_text("")
+    shown = load([comparison])
+    assert shown.variants["dense"].notes[1:] == ("its seeds ran with different configurations: compression",)
+    assert "holds no step yet" in shown.variants["dense"].notes[0]
+    assert "next/seed-0/metrics.jsonl holds no step yet" in shown.notes[0]
+
+
+def test_modelled_times_say_so(comparison: Path, gravac: Path, tmp_path: Path) -> None:
+    variants = load([comparison]).variants
+    plots = {plot.name: plot for plot in figures(variants)}
+    assert plots["loss-time"].figure.axes[0].get_xlabel() == "time of training, modelled at 100 Mbit/s, s"
+    assert plots["time-split"].figure.axes[0].get_xlabel() == "ms per step, modelled at 100 Mbit/s"
+    assert "times" not in table(variants).heads
+    write([comparison], tmp_path / "report.html")
+    caption = re.search("<caption>(.*)</caption>", (tmp_path / "report.html").read_text())
+    assert caption
+    assert caption[1] == "Times are modelled at 100 Mbit/s. Mean ± standard deviation over the seeds."
+    mixed = variants | {"measured": one(gravac)}
+    label = next(p for p in figures(mixed) if p.name == "loss-time").figure.axes[0].get_xlabel()
+    assert label == "time of training, modelled or measured, s"
+    shown = table(mixed)
+    times = {name: row[shown.heads.index("times")] for name, row in shown.rows.items()}
+    assert times == dict.fromkeys(variants, "modelled at 100 Mbit/s") | {"measured": "measured"}
+    assert "times" not in table({"measured": one(gravac)}).heads
 
 
 @pytest.mark.parametrize("lines", ["", "garbage\n"])
@@ -295,6 +414,7 @@ document.querySelector("iframe").onload = event => {{
   document.getElementById("seen").textContent = JSON.stringify({{
     width: page.documentElement.scrollWidth, figures: page.querySelectorAll("figure svg[role=img]").length, inside,
     smallest: Math.min(...text), background: style("body").backgroundColor, ink: style("figure svg text").fill,
+    cut: [...page.querySelectorAll(".numbers td")].filter(cell => cell.scrollWidth > cell.clientWidth).length,
     columns: style(".figures").gridTemplateColumns.split(" ").length, cards: style(".numbers tr").display,
   }});
 }};
@@ -322,13 +442,25 @@ def test_readable_in_a_browser(gravac: Path, tmp_path: Path, width: int, dark: b
     twin = tmp_path / "a run with quite a long name, as they often are"
     shutil.copytree(gravac, twin)
     write([gravac, twin], tmp_path / "report.html")
-    seen = seen_in_browser(tmp_path / "report.html", width, dark)
+    readable(tmp_path / "report.html", width, dark)
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is installed")
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_a_comparison_is_readable_in_a_browser(comparison: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    write([comparison], tmp_path / "report.html")
+    readable(tmp_path / "report.html", width, dark)
+
+
+def readable(page: Path, width: int, dark: bool) -> None:
+    seen = seen_in_browser(page, width, dark)
     assert seen["figures"] == 11
     assert seen["inside"]
     assert seen["width"] <= width, "the page scrolls sideways"
     assert seen["smallest"] > 8, "pixels of the smallest text"
     phone = width < 640
-    assert (seen["columns"], seen["cards"]) == ((1, "block") if phone else (2, "table-row"))
+    assert (seen["columns"], seen["cards"]) == ((1, "block") if phone else (3, "table-row"))
+    assert not (phone and seen["cut"]), "cells of the table that are wider than their card"
     light, darker = "rgb(254, 254, 254)", "rgb(20, 24, 29)"
     assert seen["background"] == (darker if dark else light)
     assert seen["ink"] == ("rgb(230, 234, 239)" if dark else "rgb(27, 31, 36)")

@@ -215,6 +215,7 @@ def test_figures_show_what_was_sent() -> None:
         (1, [row()], 0.1, "One worker sends nothing"),
         (2, [row(cf=1.0, bytes_sent=80)], 0.1, "Nothing was compressed; a dense exchange takes about 100 ms"),
         (2, [row()], 0.8, "Compression paid here: about 750 ms a step"),
+        (2, [row(bytes_sent=100, bytes_dense=98)], 0.8, "102 % of the bytes were sent."),
         (2, [row()], 0.25, "did not pay here: about 750 ms a step to compress, exchange and wait, against 250 ms"),
         (2, [row(bytes_received=70, bytes_dense=1e6)], 0.25, "8 times fewer bytes were sent, which would pay on"),
         (9, [row(bytes_received=200)], 0.25, "no network would change that"),
@@ -226,6 +227,13 @@ def test_the_verdict(workers: int, steps: list[dict[str, Any]], dense_s: float, 
         assert "a network slower than about 16 Mbit/s" in result
     else:
         assert says in result
+
+
+def test_the_verdict_on_a_modelled_network_says_so() -> None:
+    compressed, dense = (sentence(totals(step), 2, 0.8, mbit=100) for step in (row(), row(cf=1.0, bytes_sent=80)))
+    assert compressed.startswith("Compression paid on the modelled network of 100 Mbit/s: ")
+    assert "as modelled;" in compressed
+    assert dense.endswith("a dense exchange takes about 800 ms on the modelled network of 100 Mbit/s.")
 
 
 # -- checkpoints

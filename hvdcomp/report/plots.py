@@ -155,7 +155,7 @@ def curves(
         for height, called in (rules or {}).items():
             axes.axhline(height, color=INK, linewidth=1.0, linestyle=(0, (2, 2)))
             axes.annotate(
-                f"{called} {height:g}", (1, height), (0, 2), ("axes fraction", "data"), "offset points", ha="right"
+                f"{called}\n{height:g}", (1, height), (3, 0), ("axes fraction", "data"), "offset points", va="center"
             )
         _label(axes.xaxis, f"{x[0]}, {unit}" if unit else x[0], x[1], log_x)
         _label(axes.yaxis, y[0], y[1], log_y)

@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import yaml
 from hvdcomp import compressors, schedules
 from hvdcomp.config import ConfigError
 from hvdcomp.report.plots import Array
+from hvdcomp.training.units import bandwidth
 
 COLUMNS = (
     *("step", "loss", "lr", "cf", "decision", "skipped", "bytes_sent", "bytes_dense", "bytes_received"),
@@ -114,6 +115,18 @@ class Trace:
     notes: tuple[str, ...] = ()
 
     @property
+    def seed(self) -> Any:
+        """As configured; None where that is not known."""
+        return self.config.get("seed")
+
+    @property
+    def clock(self) -> str:
+        """How its times came about: "measured", or "modelled at 100 Mbit/s"."""
+        network = self.config.get("network")
+        mbit = network.get("bandwidth_mbit") if isinstance(network, Mapping) else None
+        return f"modelled at {bandwidth(mbit)}" if mbit else "measured"
+
+    @property
     def score(self) -> str:
         """The metric that the run is known by: "perplexity" (lower is better) or "accuracy"."""
         return "perplexity" if math.isfinite(self.metrics.last("perplexity")) else "accuracy"
@@ -140,6 +153,50 @@ class Trace:
         for value, count in zip(values, counts, strict=True):
             found[max(1.0, float(f"{value:.4g}"))] += int(count)
         return dict(found)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Runs that differ by their seeds; a run by itself is one of one.
+
+    Attributes:
+        runs: by seed; at least one.
+        notes: what is missing, for people.
+    """
+
+    runs: tuple[Trace, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Trace:
+        return self.runs[0]
+
+    @property
+    def score(self) -> str:
+        return self.first.score
+
+    @property
+    def is_dense(self) -> bool:
+        return all(run.is_dense for run in self.runs)
+
+    def steps_at(self) -> dict[float, int]:
+        """As a run's, over all seeds."""
+        return dict(sum((Counter(run.steps_at()) for run in self.runs), start=Counter()))
+
+    def of_each(self, value: Callable[[Trace], float]) -> list[float]:
+        """A figure of each run."""
+        return [value(run) for run in self.runs]
+
+
+MIXED = "modelled or measured"
+
+
+def clock_of(variants: Iterable[Variant]) -> str:
+    """How the times of some runs came about; nothing where all were measured."""
+    clocks = {run.clock for variant in variants for run in variant.runs}
+    if len(clocks) > 1:
+        return MIXED
+    return clocks.pop().removeprefix("measured")
 
 
 def load_trace(folder: Path, known: Metrics | None = None) -> Trace:

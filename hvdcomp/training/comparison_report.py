@@ -18,6 +18,7 @@ from hvdcomp.config import ComparisonConfig, RunConfig
 from hvdcomp.training import comparison_times
 from hvdcomp.training.checkpoint import write_atomically
 from hvdcomp.training.metrics import known_by
+from hvdcomp.training.units import bandwidth
 
 _NOTES = (
     "{metric}: on the held-out samples after the last step, mean and standard deviation over the seeds; difference: of "
@@ -93,7 +94,7 @@ def report(comparison: ComparisonConfig, runs: Sequence[Ended], console: Console
     write_atomically(folder / "comparison.md", "\n\n".join([*texts, ""]).encode())
     _show(found, [facts, *notes], console)
     for mbit, rows in arrivals.items():
-        title = f"at {comparison_times.network_name(mbit)}"
+        title = f"at {bandwidth(mbit)}"
         _show_table(comparison_times.HEAD, [comparison_times.cells(row) for row in rows], console, title=title)
     console.print(f"written to {folder / 'comparison.md'} and comparison.json", soft_wrap=True, highlight=False)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from hvdcomp import schedules
 from hvdcomp.config import ComparisonConfig, NetworkConfig
 from hvdcomp.training.metrics import known_by
 from hvdcomp.training.modelled import step_times
+from hvdcomp.training.units import bandwidth
 
 if TYPE_CHECKING:
-    from hvdcomp.report.plots import Array, Line, Plot
+    from hvdcomp.report.plots import Array, Plot, Quantity
+    from hvdcomp.report.trace import Trace
     from hvdcomp.training.comparison_report import Ended
 
 HEAD = ("method", "arrives after, s", "of dense's time", "bytes sent until then, MB", "arrived")
@@ -27,6 +29,13 @@ NOTE = (
     "share of that; mean and standard deviation over the seeds that arrive. A schedule whose decisions depend on time "
     "was trained on each network; all others were trained once, and their steps priced."
 )
+
+
+COSTS: tuple[tuple[str, str, str, Quantity], ...] = (
+    ("seconds", "How much modelled time", "modelled time", "seconds"),
+    ("nbytes", "How many bytes", "bytes sent", "bytes"),
+)
+"""What a course spends: its attribute, question, and the axis' label and quantity."""
 
 
 @dataclass(frozen=True)
@@ -151,16 +160,12 @@ def cells(row: Arrival) -> tuple[str, ...]:
     )
 
 
-def network_name(mbit: float) -> str:
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
-
-
 def markdown(tables: Mapping[float, Sequence[Arrival]], comparison: ComparisonConfig) -> str:
     """A table for each network."""
     parts = [NOTE.format(tolerance=comparison.tolerance, baseline=comparison.baseline)]
     for mbit, rows in tables.items():
         lines = [HEAD, ("---", *["---:"] * (len(HEAD) - 1)), *(cells(row) for row in rows)]
-        parts += [f"At {network_name(mbit)}:", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+        parts += [f"At {bandwidth(mbit)}:", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
     return "\n\n".join(parts)
 
 
@@ -170,72 +175,38 @@ def figures(
     found: Mapping[float, Mapping[str, Mapping[int, Course]]],
 ) -> list[Plot]:
     """Score against bytes and against time on each network; CF over steps, and steps over CFs, where these change."""
+    from hvdcomp.report.figures import SPREAD, factors, over_seeds
     from hvdcomp.report.plots import Line, curves, distribution
-    from hvdcomp.report.trace import load_trace
+    from hvdcomp.report.trace import Variant, load_trace
 
     slots = {variant: slot for slot, variant in enumerate(comparison.variants)}
     plots = []
     for mbit, variants in found.items():
-        for cost, label, quantity in (("seconds", "modelled time", "seconds"), ("nbytes", "bytes sent", "bytes")):
-            lines = [_line(name, slots[name], list(of.values()), _cost(cost)) for name, of in variants.items()]
-            if lines:
-                metric = next(iter(next(iter(variants.values())).values())).metric
-                plots.append(
-                    curves(
-                        lines,
-                        name=f"{metric}-{label.split()[-1] if cost == 'seconds' else 'bytes'}-{mbit:g}mbit",
-                        title=f"{metric.capitalize()} against {label} at {network_name(mbit)}",
-                        x=(label, quantity),  # type: ignore[arg-type]
-                        y=(f"{metric}, held out", "share" if metric == "accuracy" else "number"),
-                        log_x=True,
-                        log_y=metric != "accuracy",
-                    )
-                )
-    traces: dict[str, list[Any]] = {}
+        metric = next((course.metric for of in variants.values() for course in of.values()), "")
+        for cost, question, label, quantity in COSTS if metric else ():
+            lines = [
+                Line(name, slots[name], *over_seeds([(getattr(c, cost), c.scores, None, None) for c in of.values()]))
+                for name, of in variants.items()
+            ]
+            plot = curves(
+                lines,
+                name=f"{metric}-{label.split()[0] if cost == 'nbytes' else 'time'}-{mbit:g}mbit",
+                title=f"{question} does a given {metric} take at {bandwidth(mbit)}?",
+                x=(label, quantity),
+                y=(f"{metric}, held out", "share" if metric == "accuracy" else "number"),
+                log_x=True,
+                log_y=metric != "accuracy",
+            )
+            plots.append(replace(plot, note=SPREAD))
+    traces: dict[str, list[Trace]] = {}
     for run in runs:
         if run.summary and run.config.schedule.name != "static":
             traces.setdefault(run.variant, []).append(load_trace(Path(str(run.config.run_dir)).expanduser()))
     if traces:
-        stairs = [
-            Line(name, slots[name], of[0].metrics.column("step"), np.maximum(of[0].metrics.column("cf"), 1.0))
-            for name, of in traces.items()
-        ]
-        plots.append(
-            curves(
-                stairs,
-                name="cf",
-                title="The CF of each step, of the first seed",
-                x=("step", "step"),
-                y=("CF (1 is dense)", "factor"),
-                log_y=True,
-                stairs=True,
-            )
-        )
-        counts = {name: _added([trace.steps_at() for trace in of]) for name, of in traces.items()}
-        plots.append(distribution(counts, slots=slots, title="At which CFs were the steps sent, over all seeds?"))
+        scheduled = {name: Variant(tuple(of)) for name, of in traces.items()}
+        sent = factors(scheduled, slots)
+        plots += [] if sent is None else [sent]
+        steps_at = {name: variant.steps_at() for name, variant in scheduled.items()}
+        title = "At which CFs were the steps sent, over all seeds?"
+        plots.append(distribution(steps_at, slots=slots, title=title))
     return plots
-
-
-def _cost(name: str) -> Callable[[Course], Array]:
-    def cost(of: Course) -> Array:
-        return of.seconds if name == "seconds" else of.nbytes
-
-    return cost
-
-
-def _line(name: str, slot: int, of_seeds: Sequence[Course], cost: Callable[[Course], Array]) -> Line:
-    """The mean over the seeds at each evaluation, which come at the same steps."""
-    from hvdcomp.report.plots import Line
-
-    length = min(len(of.steps) for of in of_seeds)
-    scores = np.stack([of.scores[:length] for of in of_seeds])
-    x = np.stack([cost(of)[:length] for of in of_seeds]).mean(0)
-    return Line(name, slot, x, scores.mean(0), scores.min(0), scores.max(0))
-
-
-def _added(counts: Sequence[Mapping[float, int]]) -> dict[float, int]:
-    whole: dict[float, int] = {}
-    for one in counts:
-        for factor, steps in one.items():
-            whole[factor] = whole.get(factor, 0) + steps
-    return whole

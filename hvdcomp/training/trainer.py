@@ -404,7 +404,7 @@ class Trainer:
             **times,
             "dense_exchange_s": dense_s,
             "expected_step_s": self.expected_s,
-            "paid": sentence(totals, self.worker.count, dense_s),
+            "paid": sentence(totals, self.worker.count, dense_s, self.config.network.bandwidth_mbit),
             "workers": self.worker.count,
             "controller": self.worker.controller,
             "seed": self.config.seed,

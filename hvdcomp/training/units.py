@@ -20,3 +20,8 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def bandwidth(mbit: float) -> str:
+    """ "100 Mbit/s", "2.5 Gbit/s"."""
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"

@@ -8,6 +8,7 @@ import time
 import torch
 
 from hvdcomp.training.metrics import Totals
+from hvdcomp.training.units import bandwidth
 
 
 def dense_exchange_s(numel: int, device: torch.device, repeats: int = 5) -> float:
@@ -25,25 +26,30 @@ def dense_exchange_s(numel: int, device: torch.device, repeats: int = 5) -> floa
     return statistics.median(seconds[1:])
 
 
-def sentence(totals: Totals, workers: int, dense_s: float) -> str:
+def sentence(totals: Totals, workers: int, dense_s: float, mbit: float | None = None) -> str:
     """Whether compression paid, in plain words.
 
     Args:
         dense_s: seconds of one dense exchange on this network, without the overlap that Horovod would give it.
+        mbit: bandwidth of a modelled network, Mbit/s; None: times were measured.
     """
     spent_s = sum(totals.times[name] for name in ("compress_s", "wait_s", "decide_s")) / max(1, totals.steps)
     if workers == 1:
         return f"One worker sends nothing, so compression cannot pay; it took about {_ms(spent_s)} a step."
+    here = "here" if mbit is None else f"on the modelled network of {bandwidth(mbit)}"
+    how = "measured at the end of this run" if mbit is None else "as modelled"
     if set(totals.cf_steps) <= {"1"} and totals.compression_ratio < 1.01:
-        return f"Nothing was compressed; a dense exchange takes about {_ms(dense_s)} here."
+        return f"Nothing was compressed; a dense exchange takes about {_ms(dense_s)} {here}."
     compared = (
         f"about {_ms(spent_s)} a step to compress, exchange and wait, against {_ms(dense_s)} for a dense exchange"
     )
-    fewer = f"{totals.compression_ratio:.1f} times fewer bytes were sent"
+    ratio = totals.compression_ratio
+    share = f"{100 / ratio:.0f} % of the bytes were sent"
+    fewer = share if ratio < 1.05 else f"{ratio:.1f} times fewer bytes were sent"
     if spent_s <= dense_s:
-        return f"Compression paid here: {compared}, measured at the end of this run; {fewer}."
+        return f"Compression paid {here}: {compared}, {how}; {fewer}."
     hope = _pays_below(totals, workers, spent_s - dense_s)
-    return f"Compression did not pay here: {compared}, measured at the end of this run; {fewer}{hope}."
+    return f"Compression did not pay {here}: {compared}, {how}; {fewer}{hope}."
 
 
 def _pays_below(totals: Totals, workers: int, overhead_s: float) -> str:
