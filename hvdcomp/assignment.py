@@ -103,9 +103,15 @@ class Assignment:
 
     @property
     def cf(self) -> float | None:
-        """The compression factor that all units have been assigned; None where they differ, or have none."""
-        factors = {getattr(part.compressor, "cf", None) if part.compressed else 1.0 for part in self.parts}
-        return factors.pop() if len(factors) == 1 else None
+        """The compression factor of all units' elements together, dense ones included; None where one has no factor."""
+        factors = [getattr(part.compressor, "cf", None) if part.compressed else 1.0 for part in self.parts]
+        known = [cf for cf in factors if cf is not None]
+        if len(known) < len(factors) or not known:
+            return None
+        if len(set(known)) == 1:
+            return known[0]
+        numel = [part.unit.numel for part in self.parts]
+        return sum(numel) / sum(n / cf for n, cf in zip(numel, known, strict=True)) if any(numel) else 1.0
 
     @property
     def nbytes(self) -> int:

@@ -101,6 +101,26 @@ def test_a_level_changes_as_in_a_warm_up(random_grads: MakeGrads) -> None:
             assert all(torch.equal(means[0][name], expected[0][name]) for name in means[0]), (method, step)
 
 
+def test_the_factor_of_different_levels_is_that_of_all_elements_together(random_grads: MakeGrads) -> None:
+    """And not of bytes, of which 99 % of a tensor, with indices, are more than the tensor."""
+    settings = [{"cf": 1.25}, {"cf": 4}, {"name": "none"}, {"name": "powersgd", "rank": 1}]
+    numel = {n: g.numel() for n, g in random_grads(1)[0].items()}
+    others = list(numel)[1:]
+    plan = {step: [index, *[other] * len(others)] for step, (index, other) in enumerate([(1, 0), (2, 1), (3, 0)])}
+    real = ExchangeWorld(1, TopK(), random_grads(1)[0], schedules=[Scripted(settings, plan)])
+    found = []
+    for step in range(4):
+        real.step(random_grads(1, seed=step))
+        found.append(real.records[0])
+    units = [unit.name for unit in real.exchanges[0].assignment.schedule.units]  # type: ignore[union-attr]
+    one, rest = numel[units[0]], sum(numel[name] for name in units[1:])
+    assert [record.cf for record in found[:3]] == pytest.approx(
+        [1.25, (one + rest) / (one / 4 + rest / 1.25), (one + rest) / (one + rest / 4)]
+    )
+    assert found[1].bytes_sent > found[1].bytes_dense, "bytes would have told a factor below 1"
+    assert found[3].cf == found[3].bytes_dense / found[3].bytes_sent, "PowerSGD has no factor"
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2)])
 def test_powersgd_goes_on_from_the_columns_that_it_has(before: int, after: int) -> None:
     matrix, q = torch.randn(6, 5), torch.randn(5, before)
