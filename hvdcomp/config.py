@@ -119,16 +119,17 @@ class LrScheduleConfig(_Section):
 
 
 class BatchScheduleConfig(_Section):
-    name: Literal["fixed", "accordion"] = Field(
+    name: Literal["fixed", "accordion", "smith"] = Field(
         "fixed",
-        description="accordion: the small batch in critical regimes, else the large one, at a rate as much higher",
+        description="accordion: the small batch in critical regimes, else the large one, at a rate as much higher; "
+        "smith: multiplied by what lr_schedule divides the rate by, which stays, up to the large batch",
     )
-    low: int = Field(512, ge=1, description="small batch of accordion: samples of all workers in a step")
-    high: int = Field(4096, ge=1, description="large batch, a multiple of low")
-    eta: float = Field(0.5, ge=0, le=1, description="relative change of the gradient's norm that is critical")
-    interval: int = Field(10, ge=1, description="epochs between two looks")
-    lr_drop: float = Field(0.75, ge=0, lt=1, description="a rate that falls to this share makes all critical")
-    shrinks: bool = Field(False, description="go back to the small batch in a critical regime")
+    low: int = Field(512, ge=1, description="small batch, the first one: samples of all workers in a step")
+    high: int = Field(4096, ge=1, description="large batch, of accordion a multiple of low")
+    eta: float = Field(0.5, ge=0, le=1, description="accordion: relative change of a gradient's norm that is critical")
+    interval: int = Field(10, ge=1, description="accordion: epochs between two looks")
+    lr_drop: float = Field(0.75, ge=0, lt=1, description="accordion: a rate that falls to this share is critical")
+    shrinks: bool = Field(False, description="accordion: go back to the small batch in a critical regime")
 
 
 class NetworkConfig(_Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -193,11 +194,28 @@ def test_a_batch_is_whole_passes() -> None:
 
 
 def test_smiths_batch_is_multiplied_where_the_rate_would_be_divided() -> None:
-    sizes = SmithBatchSize(128, largest=1280)
+    sizes = SmithBatchSize(128, high=1280)
     assert [sizes.at(lr, 0.1) for lr in (0.1, 0.02, 0.01)] == [(128, 0.1), (640, 0.1), (1280, 0.1)]
     assert sizes.at(0.001, 0.1) == (1280, pytest.approx(0.01))
     assert SmithBatchSize(128).at(0.001, 0.1) == (12800, pytest.approx(0.1))
     assert sizes.at(0.2, 0.1) == (128, 0.2)
+
+
+def test_smiths_batch_waits_for_the_end_of_a_warm_up_and_resumes() -> None:
+    rates = [0.1, 0.2, 0.4, 0.4, 0.1, 0.1, 0.01]
+    whole = SmithBatchSize(128, high=1280)
+    batches = [whole.after_epoch(1.0, *pair) for pair in itertools.pairwise(rates)]
+    assert batches == [128, 128, 128, 512, 512, 1280]
+    assert (whole.factor, whole.passes(256), whole.gathers) == (10, 5, False)
+    assert SmithBatchSize(128).after_epoch(1.0, 0.1) == 128
+    for at in range(6):
+        first, second = (SmithBatchSize(128, high=1280) for _ in range(2))
+        pairs = list(itertools.pairwise(rates))
+        before = [first.after_epoch(1.0, *pair) for pair in pairs[:at]]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert before + [second.after_epoch(1.0, *pair) for pair in pairs[at:]] == batches
+    with pytest.raises(ValueError, match="high must be a whole number >= 512, got 128"):
+        SmithBatchSize(512, 128)
 
 
 # -- AdaQS and ScaDLES ----------------------------------------------------------------------------------------------

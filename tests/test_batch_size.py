@@ -58,6 +58,20 @@ def test_a_critical_epoch_keeps_the_small_batch() -> None:
     assert (sizes.passes, again.passes) == (4, 4)  # 2 is near 2.4, half of it before the state was saved
 
 
+def test_smiths_batch_grows_as_the_rate_would_fall() -> None:
+    schedule = {"name": "smith", "low": 8, "high": 32}
+    sizes, again = (BatchSizes(parse(CONFIG | {"batch_schedule": schedule}), workers=2) for _ in range(2))
+    sizes.end_epoch(0.1, 0.2)
+    told(sizes, ([1.0], 1))  # takes no memory
+    assert (sizes.passes, sizes.factor, sizes.state_dict()["sum"]) == (1, 1.0, {})
+    sizes.end_epoch(0.2, 0.1)
+    assert (sizes.passes, sizes.factor) == (2, 2.0)
+    again.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+    for one in (sizes, again):
+        one.end_epoch(0.1, 0.02)
+        assert (one.passes, one.factor) == (4, 4.0)
+
+
 def test_a_fixed_number_of_batches() -> None:
     sizes = BatchSizes(parse({"accumulate": 3}), workers=2)
     told(sizes, ([1.0], 3))
@@ -72,6 +86,8 @@ def test_a_fixed_number_of_batches() -> None:
         ({"schedule": {"name": "gravac"}, "compression": "topk"}, "and schedule (given gravac)"),
         ({"data": {"name": "digits", "batch_size": 3}}, "batch_schedule: per_pass must divide the batch of 8, got 6"),
         ({"batch_schedule": {"name": "accordion", "low": 8, "high": 9}}, "high must be a multiple of low"),
+        ({"batch_schedule": {"name": "smith", "low": 8, "high": 7}}, "high must be"),
+        ({"batch_schedule": {"name": "smith", "low": 9}}, "batch_schedule: per_pass must divide the batch of 9, got 8"),
     ],
 )
 def test_what_does_not_fit(changed: dict[str, Any], says: str) -> None:
@@ -99,3 +115,17 @@ def test_a_run_whose_batch_grows_has_fewer_steps_and_resumes_bitwise(tmp_path: P
     train(config, "-np", "2", f"run_dir={again}", "steps=13", "checkpoint_every=0")
     train(config, "-np", "2", f"run_dir={again}", "--resume")
     assert summary(again)["parameters_sha256"] == summary(whole)["parameters_sha256"]
+
+
+@pytest.mark.ranks
+def test_a_run_whose_rate_stays_as_its_batch_grows(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {name: mlp, hidden: 16}\ndata: {name: 'training_runs:blobs', samples: 64, batch_size: 4}\n"
+        "optimizer: {lr: 0.01}\nbatch_schedule: {name: smith, low: 8, high: 32}\n"
+        "lr_schedule: {name: step, milestone_epochs: [2, 3], factor: 0.25}\nepochs: 4\nevaluate_every: 0\n"
+    )
+    train(config, "-np", "2", f"run_dir={tmp_path / 'run'}")
+    lines = rows(tmp_path / "run")
+    assert [line["batches"] for line in lines] == [1] * 16 + [4] * 4
+    assert [line["lr"] for line in lines] == pytest.approx([0.01] * 18 + [0.0025] * 2)

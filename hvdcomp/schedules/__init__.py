@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdcomp.checks import check_choice
-from hvdcomp.schedules.accordion import Accordion, AccordionBatchSize, SmithBatchSize
+from hvdcomp.schedules.accordion import Accordion, AccordionBatchSize, BatchSize, SmithBatchSize
 from hvdcomp.schedules.adaqs import AdaQS
 from hvdcomp.schedules.assigning import Assigning, Echo, Evidence, Overlap, Setting, Sums, UnitForm
 from hvdcomp.schedules.auto import Auto
@@ -23,6 +23,7 @@ __all__ = [
     "AdaQS",
     "Assigning",
     "Auto",
+    "BatchSize",
     "Decision",
     "Echo",
     "Evidence",

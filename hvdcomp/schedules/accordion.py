@@ -6,6 +6,7 @@ Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learnin
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -140,8 +141,8 @@ class Accordion(Assigning):
         return self.steps_per_epoch
 
 
-class AccordionBatchSize:
-    """Accordion's other mode: a small batch in critical regimes, a large one elsewhere; one decision for the model.
+class BatchSize(ABC):
+    """A batch that grows between epochs, and the learning rate with it; `batch` is that of the next step.
 
     For a training loop of one's own, once an epoch::
 
@@ -149,6 +150,57 @@ class AccordionBatchSize:
         passes, scale = sizes.passes(per_pass), sizes.factor
         optimizer.set_backward_passes_per_step(passes)   # gradients are summed: divide the loss by passes
         for group in optimizer.param_groups: group["lr"] = next_lr * scale
+
+    Args:
+        low: the first batch, samples of all workers in a step, >= 1.
+
+    Raises ValueError for another.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+
+    def __init__(self, low: int) -> None:
+        self.low = check_count("low", low, hint="samples of all workers in a step")
+        self.batch = self.low
+        """Samples of all workers in a step."""
+
+    @property
+    def factor(self) -> float:
+        """What the learning rate of the first batch is multiplied by: it grows as the batch does."""
+        return self.batch / self.low
+
+    @property
+    def gathers(self) -> bool:
+        """Whether this epoch's gradients are looked at when it is over: of other epochs the norm is not."""
+        return False
+
+    def passes(self, per_pass: int) -> int:
+        """Backward passes of ``per_pass`` samples of all workers that make a batch; ValueError for a remainder."""
+        if self.batch % check_count("per_pass", per_pass, hint="samples of all workers in a backward pass"):
+            raise ValueError(f"per_pass must divide the batch of {self.batch}, got {per_pass}")
+        return self.batch // per_pass
+
+    @abstractmethod
+    def after_epoch(self, norm: float, lr: float, next_lr: float | None = None) -> int:
+        """The batch of the next epoch.
+
+        Args:
+            norm: of the gradient summed over the epoch (of the tensors together), before any residual.
+            lr: of the epoch, for the first batch; next_lr: of the next one, None if it stays.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as JSON-able values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`. Raises ValueError for unknown or missing keys."""
+
+
+class AccordionBatchSize(BatchSize):
+    """Accordion's other mode: a small batch in critical regimes, a large one elsewhere; one decision for the model.
 
     Every `interval`-th epoch, the first one included, compares the norm with that of the last look. All workers must be
     told the same norm, such as worker 0's; then all decide alike.
@@ -174,7 +226,7 @@ class AccordionBatchSize:
         lr_drop: float = 0.75,
         shrinks: bool = False,
     ) -> None:
-        self.low = check_count("low", low, hint="samples of all workers in a step")
+        super().__init__(low)
         self.high = check_count("high", high, self.low, hint=f"low is {low}")
         if self.high % self.low:
             raise ValueError(f"high must be a multiple of low, got {high} of {low} (gradients are accumulated)")
@@ -182,34 +234,14 @@ class AccordionBatchSize:
         self.interval = check_count("interval", interval, hint=_DOCS["interval"])
         self.lr_drop = check_below_1("lr_drop", lr_drop)
         self.shrinks = check_flag("shrinks", shrinks, hint="go back to the small batch in a critical regime")
-        self.batch = self.low
-        """Samples of all workers in a step."""
         self._epoch = 0
         self._norm = 0.0
 
     @property
-    def factor(self) -> float:
-        """What the learning rate of the small batch is multiplied by: it grows as the batch does."""
-        return self.batch / self.low
-
-    @property
     def gathers(self) -> bool:
-        """Whether this epoch's gradients are compared when it is over: of other epochs the norm is not looked at."""
         return self._epoch % self.interval == 0
 
-    def passes(self, per_pass: int) -> int:
-        """Backward passes of ``per_pass`` samples of all workers that make a batch; ValueError for a remainder."""
-        if self.batch % check_count("per_pass", per_pass, hint="samples of all workers in a backward pass"):
-            raise ValueError(f"per_pass must divide the batch of {self.batch}, got {per_pass}")
-        return self.batch // per_pass
-
     def after_epoch(self, norm: float, lr: float, next_lr: float | None = None) -> int:
-        """The batch of the next epoch.
-
-        Args:
-            norm: of the gradient summed over the epoch (of the tensors together), before any residual.
-            lr: of the epoch, for the small batch; next_lr: of the next one, None if it stays.
-        """
         norm = check_number("norm", norm, 0, hint="of the gradient summed over the epoch")
         if self.gathers:
             critical = is_critical(self._norm, norm, self.eta)
@@ -224,21 +256,21 @@ class AccordionBatchSize:
         return self.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learned, as JSON-able values."""
         return {"batch": self.batch, "epoch": self._epoch, "norm": self._norm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`. Raises ValueError for unknown or missing keys."""
         check_state_keys("AccordionBatchSize", state, self.state_dict())
         self.batch, self._epoch, self._norm = state["batch"], state["epoch"], state["norm"]
 
 
-class SmithBatchSize:
+class SmithBatchSize(BatchSize):
     """Where a step schedule would divide the learning rate, the batch is multiplied, and the rate stays.
 
+    Between epochs: where the rate falls within one, the batch grows when it is over.
+
     Args:
-        batch: of the first steps, >= 1.
-        largest: batch beyond which the rate is divided after all; None: no limit.
+        low: batch of the first steps, >= 1.
+        high: batch beyond which the rate is divided after all; None: no limit.
 
     Raises ValueError for a value out of these bounds.
     """
@@ -246,22 +278,36 @@ class SmithBatchSize:
     name = "smith"
     source = "Smith et al. 2018 (Don't decay the learning rate, increase the batch size)"
 
-    def __init__(self, batch: int = 512, largest: int | None = None) -> None:
-        self.first = check_count("batch", batch, hint="samples of all workers in a step")
-        self.largest = None if largest is None else check_count("largest", largest, batch, hint=f"batch is {batch}")
+    def __init__(self, low: int = 512, high: int | None = None) -> None:
+        super().__init__(low)
+        self.high = None if high is None else check_count("high", high, self.low, hint=f"low is {low}")
+        self._highest_lr = 0.0
 
     def at(self, lr: float, first_lr: float) -> tuple[int, float]:
         """(batch, learning rate) where the schedule would have come from ``first_lr`` to ``lr``.
 
         A batch is a multiple of the first one; what that rounds off, and what is beyond the largest, the rate takes.
 
-        >>> SmithBatchSize(128, largest=1280).at(0.001, 0.1)
+        >>> SmithBatchSize(128, high=1280).at(0.001, 0.1)
         (1280, 0.01)
         """
         wanted = max(1, round(first_lr / lr)) if lr > 0 else 1
-        most = wanted if self.largest is None else self.largest // self.first
+        most = wanted if self.high is None else self.high // self.low
         times = max(1, min(wanted, most))
-        return self.first * times, lr * times
+        return self.low * times, lr * times
+
+    def after_epoch(self, norm: float, lr: float, next_lr: float | None = None) -> int:
+        """The batch of the next epoch, by how far its rate is below the highest so far: a warm-up comes first."""
+        self._highest_lr = max(self._highest_lr, lr)
+        self.batch, _ = self.at(lr if next_lr is None else next_lr, self._highest_lr)
+        return self.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.batch, "highest_lr": self._highest_lr}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state_keys("SmithBatchSize", state, self.state_dict())
+        self.batch, self._highest_lr = state["batch"], state["highest_lr"]
 
 
 def _setting(name: str, setting: Any) -> dict[str, Any] | None:

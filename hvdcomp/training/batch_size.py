@@ -1,4 +1,4 @@
-"""How many batches a step takes: a fixed number, or as Accordion's batch-size mode decides after each epoch."""
+"""How many batches a step takes: a fixed number, or as Accordion's or Smith's schedule decides after each epoch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvdcomp.config import RunConfig
-from hvdcomp.schedules import AccordionBatchSize
+from hvdcomp.schedules import AccordionBatchSize, BatchSize, SmithBatchSize
 
 
 class BatchSizes:
@@ -23,10 +23,14 @@ class BatchSizes:
 
     def __init__(self, config: RunConfig, workers: int) -> None:
         self._fixed, self._per_pass = config.accumulate, workers * config.data.batch_size
-        self._schedule: AccordionBatchSize | None = None
+        self._schedule: BatchSize | None = None
         self._sum: dict[str, Tensor] = {}
-        if config.batch_schedule.name == "accordion":
-            self._schedule = AccordionBatchSize(**config.batch_schedule.model_dump(exclude={"name"}))
+        given = config.batch_schedule
+        if given.name == "accordion":
+            self._schedule = AccordionBatchSize(**given.model_dump(exclude={"name"}))
+        elif given.name == "smith":
+            self._schedule = SmithBatchSize(given.low, given.high)
+        if self._schedule is not None:
             self._schedule.passes(self._per_pass)
 
     @property
