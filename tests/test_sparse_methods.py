@@ -379,6 +379,33 @@ def test_sidco_reaches_the_band_and_stays(cls: type[SIDCo], distribution: str) -
         assert 0.8 <= windows.min() <= windows.max() <= 1.25, (share, stages)
 
 
+def test_sidco_stays_where_neither_more_nor_fewer_stages_are_better() -> None:
+    """It tries one side again every 100 steps, and goes on there once that helps."""
+    ratios, stages, seen = {2: 0.2, 3: 1.24, 4: 1.8}, Stages(3, share=0.01), []
+    for step in range(700):
+        if step == 450:
+            ratios |= {1: 1.0, 2: 1.1, 3: 1.3}
+        seen.append(stages.stages)
+        stages = stages.observed(round(1000 * ratios[stages.stages]), 1000)
+    assert seen[:20:5] == [3, 2, 3, 4]
+    assert np.mean(np.array(seen[20:450]) == 3) > 0.9
+    assert {2, 4} < set(seen[20:450])
+    assert stages.error == 0
+
+
+@pytest.mark.parametrize("cls", [SIDCoE, SIDCoGP, SIDCoP])
+def test_sidco_with_feedback_sends_about_k_on_average(cls: type[SIDCo]) -> None:
+    """Residuals have short tails, which no number of stages may suit: here 3 stages find 1.24 k, 2 .2 k, 4 1.8 k."""
+    world = World(1, cls(cf=100))
+    drawn = torch.from_numpy(np.random.default_rng(1).standard_normal(20_000)).float().repeat(2)
+    sent = [
+        int(world.step([{"w": drawn[start : start + 20_000]}])[0]["w"].count_nonzero()) / 200
+        for start in np.random.default_rng(2).integers(0, 20_000, 400)
+    ]
+    assert 0.75 <= np.median(sent[50:]) <= 1.35
+    assert np.mean([0.7 < ratio < 1.4 for ratio in sent[50:]]) > 0.9
+
+
 def test_sidco_keeps_stages_a_tensor_and_commits_them_with_the_step() -> None:
     world = World(1, "sidcoe", cf=1000, error_feedback=False)
     heavy = torch.from_numpy(np.random.default_rng(0).standard_t(3, 20_000)).float()

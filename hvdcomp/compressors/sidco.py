@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,6 +23,8 @@ BAND = (0.8, 1.2)
 REST_WINDOW = 20
 REST_BAND = (0.77, 1.28)
 """The same once a window was within the band: a mean at its edge must not be moved whenever noise takes it out."""
+HOLD_WINDOW = 100
+"""Steps for which it stays where no neighbour is better."""
 _FLAT = 1e-4
 """|shape| of a generalised Pareto distribution below which it is taken as the exponential that it tends to."""
 
@@ -134,6 +136,7 @@ class Stages:
         error: |ln(found / wanted)| of the window before that move; 0 after a window within the band.
         total, count: the present window's sum of found / wanted, and its steps.
         share: wanted elements / all, that this is about.
+        turned: 0 as long as moves help; 1 after one that did not; 2 while the other side is tried; 3 where neither did.
     """
 
     stages: int = 1
@@ -142,6 +145,7 @@ class Stages:
     total: float = 0.0
     count: int = 0
     share: float = 1.0
+    turned: int = 0
 
     def for_share(self, share: float) -> Stages:
         """What holds for this share: the stages are kept, what was seen under a rather different share is not."""
@@ -154,33 +158,35 @@ class Stages:
 
         The first move is the authors': fewer stages if too many were found, more if too few. It goes on in that
         direction as long as the error falls, and turns where it does not, or where the range of stages ends. Within the
-        band it rests, and looks at 20 steps and a slightly wider band.
+        band it rests, and looks at 20 steps and a slightly wider band. Where it has turned on both sides, no number of
+        stages is better, which residuals bring about: it stays for 100 steps, and tries one side again.
         """
         total, count = self.total + found / wanted, self.count + 1
         resting = self.error == 0
-        if count < (REST_WINDOW if resting else WINDOW):
-            return Stages(self.stages, self.direction, self.error, total, count, self.share)
+        if count < (REST_WINDOW if resting else HOLD_WINDOW if self.turned == 3 else WINDOW):
+            return replace(self, total=total, count=count)
         mean = total / count
         low, high = REST_BAND if resting else BAND
         if low <= mean <= high:
             return Stages(self.stages, error=0.0, share=self.share)
         error = abs(math.log(max(mean, 0.5 / wanted)))
         direction = self.direction or (-1 if mean > 1 else 1)
+        turned = 2 if self.turned in (1, 3) else 0
         if self.direction and error >= self.error:
-            direction = -direction
+            direction, turned = -direction, 3 if self.turned == 2 else 1
         if not 1 <= self.stages + direction <= most_stages(self.share):
             direction = -direction
         stages = min(max(self.stages + direction, 1), most_stages(self.share))
-        return Stages(stages, direction, error, share=self.share)
+        return Stages(stages, direction, error, share=self.share, turned=turned)
 
     def to_tensor(self) -> Tensor:
-        numbers = (self.stages, self.direction, self.error, self.total, self.count, self.share)
+        numbers = (self.stages, self.direction, self.error, self.total, self.count, self.share, self.turned)
         return torch.tensor(numbers, dtype=torch.float64)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Stages:
-        stages, direction, error, total, count, share = tensor.tolist()
-        return cls(int(stages), int(direction), error, total, int(count), share)
+        stages, direction, error, total, count, share, turned = tensor.tolist()
+        return cls(int(stages), int(direction), error, total, int(count), share, int(turned))
 
 
 class SIDCo(ThresholdSparsifier):
