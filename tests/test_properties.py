@@ -593,11 +593,12 @@ ALPHA = 1e-6
 """Chance that a method without bias fails, at most."""
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # compiled loops, torch operations
 @pytest.mark.parametrize("method", UNBIASED, ids=repr)
-def test_the_expectation_of_what_is_sent_is_the_mean(method: Compressor) -> None:
+def test_the_expectation_of_what_is_sent_is_the_mean(method: Compressor, dtype: torch.dtype) -> None:
     """Of each element by the empirical Bernstein bound (Audibert et al. 2009), and of each tensor's share along the
     mean, which is far sharper, by its standard error."""
-    grads = [{str(size): normal(size, 7 * w + i).float() for i, size in enumerate(SIZES)} for w in range(2)]
+    grads = [{str(size): normal(size, 7 * w + i).to(dtype) for i, size in enumerate(SIZES)} for w in range(2)]
     world = World(2, method)
     drawn = [world.step(grads)[0] for _ in range(DRAWS)]
     log = math.log(3 * sum(map(math.prod, SIZES)) / (ALPHA / 2))
