@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hvdcomp.report.figures import figures, time_split
 from hvdcomp.report.page import load, names, write
 from hvdcomp.report.plots import CSS_COLOURS, Line, binned, curves, distribution
 from hvdcomp.report.table import table
-from hvdcomp.report.trace import Metrics, Variant, load_trace
+from hvdcomp.report.trace import Metrics, Variant, clock_of, load_trace
 
 LAYERS = {"body.weight": [100.0, 1000.0], "body.bias": [4.0, 4.0]}
 
@@ -367,6 +368,8 @@ def test_modelled_times_say_so(comparison: Path, gravac: Path, tmp_path: Path) -
     mixed = variants | {"measured": one(gravac)}
     label = next(p for p in figures(mixed) if p.name == "loss-time").figure.axes[0].get_xlabel()
     assert label == "time of training, modelled or measured, s"
+    others = [*variants.values(), Variant((replace(one(gravac).first, config={"network": {"bandwidth_mbit": 1000}}),))]
+    assert clock_of(others) == "modelled on several networks"
     shown = table(mixed)
     times = {name: row[shown.heads.index("times")] for name, row in shown.rows.items()}
     assert times == dict.fromkeys(variants, "modelled at 100 Mbit/s") | {"measured": "measured"}

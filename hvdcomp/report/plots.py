@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from hvdcomp.training.units import size
 
@@ -368,6 +368,8 @@ def _label(axis: Axis, label: str, quantity: Quantity, log: bool) -> None:
     axis.set_label_text(label)
     if quantity == "bytes":
         axis.set_major_formatter(EngFormatter(unit="B"))
+        if not log:
+            axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     elif quantity == "share":
         axis.set_major_formatter(PercentFormatter(xmax=1.0))
     elif quantity == "step":

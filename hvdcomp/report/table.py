@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdcomp.report.plots import Array
-from hvdcomp.report.trace import MIXED, Trace, Variant, clock_of
+from hvdcomp.report.trace import Trace, Variant, clock_of
 from hvdcomp.training.units import duration, size
 
 MEANINGS = {
@@ -49,13 +49,12 @@ def table(variants: Mapping[str, Variant], baseline: str | None = None) -> Table
         )
         for name, variant in variants.items():
             cells[name] = {"seeds": str(len(variant.runs))} | cells[name]
-    clock = clock_of(variants.values())
-    if clock:
+    if clock_of(variants.values()):
         notes.append(
             "times that are modelled are those that the steps would have taken on links of that bandwidth, by the cost "
             "model; what this machine took is not shown"
         )
-    if clock == MIXED:
+    if len({variant.first.clock for variant in variants.values()}) > 1:
         for name, variant in variants.items():
             cells[name] |= {"times": variant.first.clock}
     if base is None:

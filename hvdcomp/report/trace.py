@@ -188,14 +188,11 @@ class Variant:
         return [value(run) for run in self.runs]
 
 
-MIXED = "modelled or measured"
-
-
 def clock_of(variants: Iterable[Variant]) -> str:
     """How the times of some runs came about; nothing where all were measured."""
     clocks = {run.clock for variant in variants for run in variant.runs}
     if len(clocks) > 1:
-        return MIXED
+        return "modelled or measured" if "measured" in clocks else "modelled on several networks"
     return clocks.pop().removeprefix("measured")
 
 

@@ -37,7 +37,7 @@ def sentence(totals: Totals, workers: int, dense_s: float, mbit: float | None = 
     if workers == 1:
         return f"One worker sends nothing, so compression cannot pay; it took about {_ms(spent_s)} a step."
     here = "here" if mbit is None else f"on the modelled network of {bandwidth(mbit)}"
-    how = "measured at the end of this run" if mbit is None else "as modelled"
+    measured = ", measured at the end of this run" if mbit is None else ""
     if set(totals.cf_steps) <= {"1"} and totals.compression_ratio < 1.01:
         return f"Nothing was compressed; a dense exchange takes about {_ms(dense_s)} {here}."
     compared = (
@@ -47,9 +47,9 @@ def sentence(totals: Totals, workers: int, dense_s: float, mbit: float | None = 
     share = f"{100 / ratio:.0f} % of the bytes were sent"
     fewer = share if ratio < 1.05 else f"{ratio:.1f} times fewer bytes were sent"
     if spent_s <= dense_s:
-        return f"Compression paid {here}: {compared}, {how}; {fewer}."
+        return f"Compression paid {here}: {compared}{measured}; {fewer}."
     hope = _pays_below(totals, workers, spent_s - dense_s)
-    return f"Compression did not pay {here}: {compared}, {how}; {fewer}{hope}."
+    return f"Compression did not pay {here}: {compared}{measured}; {fewer}{hope}."
 
 
 def _pays_below(totals: Totals, workers: int, overhead_s: float) -> str:
