@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ SMOOTHING = 0.1
 
 POINTS = 400
 """The most points that a line is drawn with."""
+
+TITLE_WIDTH = 52
+"""Letters that fit above a figure."""
 
 _RC = {
     "font.size": 9.5,
@@ -103,7 +107,7 @@ class Plot:
     def save(self, folder: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
         """Write NAME.png and NAME.svg, with the title on them. Returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.figure.suptitle(self.title, x=0.02, ha="left", fontsize=10.5)
+        self.figure.suptitle(textwrap.fill(self.title, TITLE_WIDTH), x=0.02, ha="left", fontsize=10.5)
         paths = [folder / f"{self.name}.{suffix}" for suffix in formats]
         with _style(self.name):
             for path in paths:

@@ -89,7 +89,7 @@ def report(comparison: ComparisonConfig, runs: Sequence[Ended], console: Console
     if arrivals:
         texts.append(comparison_times.markdown(arrivals, comparison))
     for plot in comparison_times.figures(comparison, runs, courses) if arrivals else ():
-        texts.append(f"![{plot.title}]({plot.save(folder)[-1].name})")
+        texts += [f"![{plot.title}]({plot.save(folder)[-1].name})", *([plot.note] if plot.note else [])]
     write_atomically(folder / "comparison.json", (json.dumps(whole, indent=2) + "\n").encode())
     write_atomically(folder / "comparison.md", "\n\n".join([*texts, ""]).encode())
     _show(found, [facts, *notes], console)
