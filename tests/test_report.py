@@ -211,7 +211,9 @@ def test_export(tmp_path: Path) -> None:
     assert "Does it rise?" in svg.read_text()
     words = "How much modelled time does a given accuracy take at 100 Mbit/s?"
     (svg,) = replace(plot, title=words).save(tmp_path / "figures", ["svg"])
-    lines = [line for line in re.findall(r">([^<>]+)</t(?:ext|span)>", svg.read_text()) if line in words and " " in line]
+    lines = [
+        line for line in re.findall(r">([^<>]+)</t(?:ext|span)>", svg.read_text()) if line in words and " " in line
+    ]
     assert " ".join(lines) == words, "in lines that fit"
     assert all(len(line) <= 52 for line in lines)
     assert "Does it rise?" not in plot.svg()
