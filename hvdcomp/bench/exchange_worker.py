@@ -36,6 +36,8 @@ HOROVOD, HOROVOD_FP16 = "horovod", "horovod-fp16"
 """The contestants that are plain Horovod."""
 GRAVAC_STEPS = 5
 """Until it is at its highest factor."""
+_LEAST_ROUNDS = 3
+"""However long they take."""
 _DIFFERENT = 2
 """Sets of gradients that take turns."""
 _RESAMPLINGS = 2000
@@ -244,8 +246,8 @@ def run(plan: Mapping[str, Any], progress: Callable[[int, float], None]) -> list
             contestant.step_s[-1] = seconds
         low, high = interval(contestants[0].step_s, contestants[1].step_s)
         progress(rounds, max(1 - low, high - 1))
-        settled = 1 - plan["tolerance"] <= low and high <= 1 + plan["tolerance"]
-        if rounds >= plan["min_rounds"] and (settled or slowest[-1] > plan["limit_s"]):
+        settled = rounds >= plan["min_rounds"] and 1 - plan["tolerance"] <= low and high <= 1 + plan["tolerance"]
+        if settled or (rounds >= _LEAST_ROUNDS and slowest[-1] > plan["limit_s"]):
             alone_s = arena.backward_s(_BACKWARD_STEPS)
             gamma = max(1.0, arena.backward_s(_DISTURBED_STEPS, disturbed=True) / alone_s)
             backward = {"backward_ms": 1e3 * alone_s, "gamma": gamma}

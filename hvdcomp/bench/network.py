@@ -19,6 +19,9 @@ _BURST_BYTES = 256 * 1024
 """Sent at once: a token bucket of less than a few segmentation offloads (64 KiB) would not reach its rate."""
 _LATENCY = "200ms"
 """How long a packet may queue before it is dropped."""
+_CONGESTION_CONTROL = "reno"
+"""In every kernel. BBR, the default of some machines, all but stops for 200 ms once in ten seconds, which no method
+is to blame for."""
 
 
 class NetworkError(RuntimeError):
@@ -118,6 +121,8 @@ class Hosts:
             namespace, port = self._host(host), f"port{host}"
             _run("ip", "netns", "add", namespace)
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
+            choice = f"echo {_CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"
+            _run("ip", "netns", "exec", namespace, "sh", "-c", choice)
             _run(
                 "ip", "-n", namespace, "link", "add", "name", _INTERFACE, "type", "veth",
                 "peer", "name", port, "netns", self._switch,

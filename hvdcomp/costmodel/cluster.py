@@ -19,6 +19,7 @@ MEMORY_BANDWIDTH = 19e9
 """Bytes/s of a copy, read or written: a fusion buffer is filled and emptied."""
 
 
+_LARGEST = 3
 _LEAST_SLOPE_S = 1e-15
 """Of a byte: times that do not grow with their sizes, on a busy machine, stand for a network beyond all there are."""
 
@@ -68,7 +69,7 @@ class Cluster:
             number of workers. It holds the latencies, but not the wait for Horovod's cycle.
         gamma: by how much communication slows down a worker's own work while it is under way, >= 1.
         cycle_s: of Horovod's cycle.
-        tensor_s: a worker's work for one operation.
+        tensor_s: a worker's work for a tensor: a hook, Python, Horovod's queues.
         memory_bandwidth: bytes/s of a copy.
         per_node: workers of a node.
         inside: the link between the workers of a node.
@@ -117,7 +118,15 @@ class Cluster:
 
 
 def fit(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Intercept (s) and slope (s/byte), neither below zero, of a line whose relative errors are the least."""
+    """Intercept (s) and slope (s/byte), neither below zero, of lines whose relative errors are the least.
+
+    The intercept is that of all sizes, which the small ones settle; the slope that of the largest :data:`_LARGEST`: a
+    switch's buffers and MPI's protocols let small messages travel faster than the link can go on.
+    """
+    return _line(nbytes, seconds)[0], _line(nbytes[-_LARGEST:], seconds[-_LARGEST:])[1]
+
+
+def _line(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     import numpy as np
     from scipy.optimize import nnls
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,9 @@ from torch import Tensor
 from hvdcomp.bench.kernels import Method
 from hvdcomp.compressors import available, create
 from hvdcomp.costmodel.rates import Cost, Rates, key_of
-from hvdcomp.costmodel.traffic import Shapes, Work, work_of
+from hvdcomp.costmodel.traffic import Work, work_of
 
-SIZES = (2**12, 2**15, 2**18, 2**22)
+SIZES = (2**12, 2**15, 2**18, 2**20, 2**22)
 """Elements of the tensors that are timed."""
 WORLDS = (2, 8)
 """Workers whose answers are decoded."""
@@ -25,9 +27,10 @@ CFS = (10.0, 100.0, 1000.0)
 """Of methods that have a compression factor."""
 RANKS = (1, 2, 4, 8)
 STEPS = 5
-"""Timed of each case; the median counts."""
-EVICTED = 2**23
-"""Elements that are touched before each timed step: in training, too, a bucket's tensors come from memory."""
+"""Timed at least of each case; the median counts."""
+UNITS, MOST_ELEMENTS = 8, 2**23
+"""Tensors that take turns, at most, and of how many elements together: in training, too, a bucket's tensors come from
+memory one after the other, while the code that encodes them stays in the caches."""
 _TOO_LONG_S = 0.25
 """No larger tensors of a method that takes so long."""
 _UNKNOWN_FACTOR = ("threshold",)
@@ -52,7 +55,7 @@ def measure_rates(
         together: called before each method, so that all workers of a machine encode at the same time, as in training.
     """
     generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(max(SIZES), generator=generator) for _ in range(2)]
+    gradients = torch.randn(3 * max(SIZES), generator=generator)
     rates = {}
     for name, params in methods:
         together()
@@ -69,8 +72,7 @@ def fit_cost(samples: Sequence[Sample]) -> Cost:
     return Cost(*(float(value) for value in solved / scale))
 
 
-def _measured(name: str, params: dict[str, Any], gradients: Sequence[Tensor]) -> Rates:
-    evicted = torch.zeros(EVICTED)
+def _measured(name: str, params: dict[str, Any], gradients: Tensor) -> Rates:
     encodes: list[Sample] = []
     decodes: list[Sample] = []
     factors: Sequence[float | None] = CFS if available()[name].has_levels and "cf" not in params else (None,)
@@ -79,21 +81,19 @@ def _measured(name: str, params: dict[str, Any], gradients: Sequence[Tensor]) ->
         changed = own if cf is None else own | {"cf": cf}
         compressor = create(name, **changed)
         for size in SIZES:
-            case = Method(name, changed).case(size)
-            shapes: Shapes = {"gradient": tuple(case.shape)}
-            numel = case.shape.numel()
+            cases = [Method(name, changed).case(size) for _ in range(min(UNITS, MOST_ELEMENTS // size))]
+            shape, settling = cases[0].shape, cases[0].settling_steps
+            given = cycle(gradients[: len(gradients) // shape.numel() * shape.numel()].split(shape.numel()))
             taken_s = 0.0
             for workers in WORLDS:
-                taken = []
-                for step in range(case.settling_steps + STEPS):
-                    if step >= case.settling_steps:
-                        evicted.add_(1)
-                    taken.append(case.step(gradients[step % len(gradients)][:numel], workers))  # type: ignore[call-arg]
-                encode_s, decode_s = (statistics.median(column) for column in zip(*taken[-STEPS:], strict=True))
-                encode, decode = work_of(compressor, shapes["gradient"], workers)
+                steps = settling + math.ceil(STEPS / len(cases))
+                taken = [case.step(next(given), workers) for _ in range(steps) for case in cases]  # type: ignore[call-arg]
+                timed = taken[settling * len(cases) :]
+                encode_s, decode_s = (statistics.median(column) for column in zip(*timed, strict=True))
+                encode, decode = work_of(compressor, shape, workers)
                 encodes.append((encode, encode_s))
                 decodes.append((decode, decode_s))
-                taken_s = encode_s + decode_s
+                taken_s, settling = encode_s + decode_s, 1
             if taken_s > _TOO_LONG_S:
                 break
     return Rates(fit_cost(encodes), fit_cost(decodes))

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdcomp.buckets import Layout, is_excluded
 from hvdcomp.checks import check_choice, check_number
-from hvdcomp.compressors import Compressor, create
+from hvdcomp.compressors import Compressor, NoCompression, create
 from hvdcomp.costmodel import paper
 from hvdcomp.costmodel.cluster import Cluster
 from hvdcomp.costmodel.engine import Engine, Pending
@@ -124,7 +124,7 @@ def predict(
         compute_s = workload.backward_s + workload.rest_s
         return Prediction(compute_s, compute_s, 0.0, 0.0, 0.0, 0)
     worker = _Worker(workload, cluster)
-    if method.name == DENSE:
+    if method.name in (DENSE, NoCompression.name) and not method.hierarchical:
         return worker.dense()
     if not method.hierarchical:
         return worker.compressed(_buckets(method, workload, cluster.workers), _Codec.of(rates, method))
@@ -187,7 +187,7 @@ class _Worker:
         self._busy_until_s = 0.0
 
     def dense(self) -> Prediction:
-        """Plain Horovod: every tensor by itself as its gradient comes; Horovod fuses those of a cycle."""
+        """Plain Horovod, and "none": every tensor by itself as its gradient comes; Horovod fuses those of a cycle."""
         nbytes = {spec.name: spec.nbytes for spec in specs_of(self._workload.shapes)}
         pending = []
         for name, seconds in self._workload.backward_parts():
@@ -228,6 +228,7 @@ class _Worker:
         for name, seconds in self._workload.backward_parts():
             self._compute(seconds)
             if name in of_tensor:
+                self._now_s += self._cluster.tensor_s
                 flight = of_tensor[name]
                 missing[id(flight)] -= 1
                 if not missing[id(flight)]:

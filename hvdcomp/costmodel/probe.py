@@ -96,7 +96,7 @@ class Probe(_Part):
         hvdcomp_probe: :data:`FORMAT`.
         hosts: facts about the first worker's machine.
         cycle_s: what a single small operation takes beyond its collective: Horovod's cycle.
-        tensor_s: what each further operation takes.
+        tensor_s: a worker's work for each tensor beside its collective: a hook, Python, Horovod's queues.
         memory_bandwidth: of a copy, bytes/s.
         slowest_pair: None where pairs were not measured.
         rates: by :func:`hvdcomp.costmodel.rates.key_of`.

@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdcomp.buckets import Layout
 from hvdcomp.config import load
@@ -36,6 +37,10 @@ LEAST, MOST = 3, 20
 """Repetitions of a size."""
 BURST = 16
 """Small operations at once."""
+TENSORS = 64
+"""Whose hooks are timed together."""
+ROTATED = 2**26
+"""Bytes whose parts take turns in a collective of few bytes."""
 PAIR_NBYTES = 2**22
 MOST_ROUNDS_OF_PAIRS = 15
 """In a round every worker has another partner."""
@@ -72,7 +77,8 @@ def run(plan: Mapping[str, Any]) -> Probe:
     pair = None
     if not alone:
         steps.next("Horovod's cycle")
-        cycle_s, own_s, tensor_s = _cycle()
+        cycle_s, own_s = _cycle()
+        tensor_s = _of_a_tensor()
         for kind in ("allreduce", "allgather"):
             steps.next(kind)
             collectives[kind] = fitted(kind, hvd.size(), _times(kind), cycle_s, own_s)
@@ -132,11 +138,13 @@ def _least(value: float) -> float:
 
 
 def _operation(kind: str, nbytes: int, process_set: Any, name: str) -> Callable[[], Any]:
+    """Each time of other memory, as in training, where no cache holds all gradients."""
+    kept = torch.ones(max(nbytes, min(ROTATED, 2 * MOST * nbytes)) // 4)
     if kind == "allgather":
-        payload = torch.zeros(nbytes, dtype=torch.uint8)
-        return lambda: hvd.allgather(payload, name=name, process_set=process_set)
-    values = torch.zeros(nbytes // 4)
-    return lambda: hvd.allreduce_(values, name=name, process_set=process_set)
+        payloads = cycle(kept.view(torch.uint8).split(nbytes))
+        return lambda: hvd.allgather(next(payloads), name=name, process_set=process_set)
+    values = cycle(kept.split(nbytes // 4))
+    return lambda: hvd.allreduce_(next(values), name=name, process_set=process_set)
 
 
 def _times(kind: str, process_set: Any = hvd.global_process_set) -> Times:
@@ -155,28 +163,45 @@ def _times(kind: str, process_set: Any = hvd.global_process_set) -> Times:
     return times
 
 
-def _cycle() -> tuple[float, float, float]:
-    """Seconds that Horovod adds: what a single small allreduce waits for a cycle, what it takes itself, and what a
-    worker does for each operation. Several of a cycle, kept from being fused by different factors, tell these apart."""
-    spent_s, handed_over_s = {}, [0.0]
+def _cycle() -> tuple[float, float]:
+    """Seconds that a single small allreduce waits for Horovod's cycle, and that it takes itself. Several of a cycle,
+    kept from being fused by different factors, tell these apart."""
+    spent_s = {}
     for count in (1, BURST):
         tensors = [torch.zeros(16) for _ in range(count)]
 
         def action(tensors: list[Tensor] = tensors) -> None:
-            began = time.perf_counter()
             handles = [
                 hvd.allreduce_async_(t, name=f"hvdcomp.probe.burst.{i}", op=hvd.Sum, prescale_factor=1 + i / BURST)
                 for i, t in enumerate(tensors)
             ]
-            handed_over_s.append(time.perf_counter() - began)
             for handle in handles:
                 hvd.synchronize(handle)
 
         _repeated(action, 2)
         spent_s[count] = statistics.median(_repeated(action, MOST))
     own_s = max(0.0, spent_s[BURST] - spent_s[1]) / (BURST - 1)
-    tensor_s = _slowest(statistics.median(handed_over_s[-MOST:])) / BURST
-    return max(0.0, spent_s[1] - own_s), own_s, tensor_s
+    return max(0.0, spent_s[1] - own_s), own_s
+
+
+def _of_a_tensor() -> float:
+    """Seconds that a tensor costs a worker beside its collective: a hook, Python, Horovod's queues."""
+    alone, watched = ([nn.Parameter(torch.zeros(16)) for _ in range(TENSORS)] for _ in range(2))
+    named = [(f"hvdcomp.probe.tensor.{number}", parameter) for number, parameter in enumerate(watched)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(watched, lr=0.0), named_parameters=named)
+
+    def backward_s(parameters: list[nn.Parameter]) -> float:
+        loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        began = time.perf_counter()
+        loss.backward()
+        return time.perf_counter() - began
+
+    more_s = []
+    for _ in range(MOST):
+        _meet()
+        more_s.append(backward_s(watched) - backward_s(alone))
+        optimizer.synchronize()
+    return max(0.0, _slowest(statistics.median(more_s))) / TENSORS
 
 
 def _slowest_pair(line: Collective, cycle_s: float) -> Pair | None:
