@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from hvdcomp.bench.shapes import MODELS
+from hvdcomp.buckets import Layout
+from hvdcomp.compressors import FP16
 from hvdcomp.costmodel import Network, paper
-from hvdcomp.costmodel.cluster import Cluster, Curve, fit, network_of
+from hvdcomp.costmodel.cluster import HALVES, Cluster, Curve, fit, network_of
 from hvdcomp.costmodel.collectives import allgather, broadcast, collective_s, ring
 from hvdcomp.costmodel.engine import Engine
 from hvdcomp.costmodel.measure import fit_cost
 from hvdcomp.costmodel.model import Method, Workload, predict
 from hvdcomp.costmodel.rates import Cost, Rates, UnknownRates, key_of, rates_of
-from hvdcomp.costmodel.traffic import Work
+from hvdcomp.costmodel.traffic import Operation, Work, traffic
 from hvdcomp.simulation import World
 
 BARE = {"cycle_s": 0.0, "tensor_s": 0.0, "memory_bandwidth": 1e30, "gamma": 1.0}
@@ -40,6 +42,7 @@ def test_a_dense_step_sends_each_gradient_as_it_comes():
     assert step.step_s == pytest.approx(0.2 + first + 0.05)
     assert step.wait_s == pytest.approx(first)
     assert step.nbytes == 6_000_000
+    assert predict(workload, bare(), Method.of("none"), {}) == step
 
 
 def test_on_a_slow_link_the_last_gradient_waits_for_the_first():
@@ -158,7 +161,7 @@ def test_a_hierarchical_exchange_needs_nodes():
 def test_operations_of_a_cycle_travel_together_and_are_copied():
     cluster = bare()
     engine = Engine(cycle_s=0.01, memory_bandwidth=1e9)
-    pending = [engine.submit(at, cluster, "allreduce", 1_000_000) for at in (0.0, 0.004, 0.006)]
+    pending = [engine.submit(at, cluster, Operation("allreduce", 1_000_000)) for at in (0.0, 0.004, 0.006)]
     ends = [engine.end_of(one) for one in pending]
     together = 0.005 + 2 * 2e6 / 1e9 + ring(2e6, 4, NETWORK)
     assert ends[:2] == [pytest.approx(together)] * 2
@@ -168,8 +171,8 @@ def test_operations_of_a_cycle_travel_together_and_are_copied():
 def test_a_fusion_buffer_has_a_limit_and_other_kinds_travel_by_themselves():
     cluster = bare()
     engine = Engine(0.0, 1e30)
-    large = [engine.submit(0.0, cluster, "allreduce", 100 * MIB) for _ in range(2)]
-    other = engine.submit(0.0, cluster, "broadcast", 1000)
+    large = [engine.submit(0.0, cluster, Operation("allreduce", 100 * MIB)) for _ in range(2)]
+    other = engine.submit(0.0, cluster, Operation("broadcast", 1000))
     assert engine.end_of(large[0]) == pytest.approx(ring(100 * MIB, 4, NETWORK))
     assert engine.end_of(large[1]) == pytest.approx(2 * ring(100 * MIB, 4, NETWORK))
     assert engine.end_of(other) - engine.end_of(large[1]) == pytest.approx(broadcast(1000, 4, NETWORK))
@@ -186,6 +189,14 @@ def test_a_line_is_found_again_and_made_a_network_of():
         found = network_of(kind, 5, intercept, slope)
         assert found.bandwidth == pytest.approx(network.bandwidth)
         assert found.latency == pytest.approx(network.latency, rel=1e-6)
+
+
+def test_small_messages_that_are_faster_than_the_link_do_not_raise_its_bandwidth():
+    sizes = [4.0**power for power in range(5, 14)]
+    network = Network(1e9, 2e-5)
+    seconds = [ring(size, 2, network) / (20 if size < 1e6 else 1) for size in sizes]
+    found = network_of("allreduce", 2, *fit(sizes, seconds))
+    assert found.bandwidth == pytest.approx(1e9, rel=0.05)
 
 
 def test_times_that_do_not_grow_stand_for_a_finite_bandwidth():
@@ -205,14 +216,28 @@ def test_a_curve_is_checked(points):
         Curve(2, *points)
 
 
+def test_halves_are_added_at_their_own_pace_and_travel_apart():
+    curves = {"allreduce": Curve(2, (1e3, 1e7), (0.2, 0.4)), HALVES: Curve(2, (1e3, 1e7), (0.5, 0.9))}
+    cluster = bare(2, curves=curves)
+    numbers, halves = (Operation("allreduce", 10_000_000, halves) for halves in (False, True))
+    assert [cluster.operation_s(operation) for operation in (numbers, halves)] == [0.4, 0.9]
+    assert replace(cluster, curves={"allreduce": curves["allreduce"]}).operation_s(halves) == 0.4
+    engine = Engine(cycle_s=0.0, memory_bandwidth=1e30)
+    ends = [engine.end_of(engine.submit(0.0, cluster, operation)) for operation in (numbers, halves)]
+    assert ends == pytest.approx([0.4, 1.3])
+    layout = Layout(FP16())
+    operations = {operation for bucket in traffic(layout, {"w": (30, 40)}, 2) for operation in bucket.phases[0]}
+    assert operations == {Operation("allreduce", 2 * 1200, halves=True)}
+
+
 def test_another_world_is_converted_by_the_formula():
     curve = Curve(2, (1e3, 1e7), (0.2, 0.4))
     cluster = bare(2, curves={"allreduce": curve})
-    assert cluster.collective_s("allreduce", 1e7) == 0.4
-    assert cluster.collective_s("allgather", 1e7) == allgather(1e7, 2, NETWORK)
+    assert cluster.operation_s(Operation("allreduce", 10_000_000)) == 0.4
+    assert cluster.operation_s(Operation("allgather", 10_000_000)) == allgather(1e7, 2, NETWORK)
     larger = replace(cluster, workers=16)
     factor = ring(1e7, 16, NETWORK) / ring(1e7, 2, NETWORK)
-    assert larger.collective_s("allreduce", 1e7) == pytest.approx(0.4 * factor)
+    assert larger.operation_s(Operation("allreduce", 10_000_000)) == pytest.approx(0.4 * factor)
 
 
 def test_costs_are_found_again():

@@ -18,6 +18,7 @@ from hvdcomp.costmodel.expectation import expected_step_s
 from hvdcomp.costmodel.probe import Codec, Collective, Measured, Model, Probe
 from hvdcomp.costmodel.probing import summary
 from hvdcomp.costmodel.rates import Cost, Rates
+from hvdcomp.costmodel.traffic import Operation
 from hvdcomp.training.parts import build_model, resolve
 
 SIZES = [4**power for power in range(5, 13)]
@@ -110,8 +111,8 @@ def test_another_world_is_converted_and_that_is_said():
     assert "measured with 4 workers, converted to 16" in str(measured.conversion(16))
     here, there = measured.cluster(), measured.cluster(16)
     for kind, nbytes in itertools.product(("allreduce", "allgather"), (1024, 2**20)):
-        assert here.collective_s(kind, nbytes) == pytest.approx(collective_s(kind, nbytes, 4, NETWORK))
-        assert there.collective_s(kind, nbytes) == pytest.approx(collective_s(kind, nbytes, 16, NETWORK))
+        assert here.operation_s(Operation(kind, nbytes)) == pytest.approx(collective_s(kind, nbytes, 4, NETWORK))
+        assert there.operation_s(Operation(kind, nbytes)) == pytest.approx(collective_s(kind, nbytes, 16, NETWORK))
 
 
 def test_a_world_of_one_has_no_network():

@@ -30,7 +30,7 @@ class FP16(Compressor):
         return Dense(mean.clamp_(-LARGEST, LARGEST))  # 3 x 65504 / 3 is Inf: the quotient was rounded up before the sum
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
-        return [Volume(0, "allreduce", 2 * torch.Size(shape).numel())]
+        return [Volume(0, "allreduce", 2 * torch.Size(shape).numel(), halves=True)]
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         if tensor.dtype == torch.float16:

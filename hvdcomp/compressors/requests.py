@@ -74,11 +74,15 @@ Request = Allreduce | Allgather | Alltoall | Alltoallv | Broadcast | Decide
 
 @dataclass(frozen=True)
 class Volume:
-    """A collective's size: what one worker hands over in one phase, without running anything."""
+    """A collective's size: what one worker hands over in one phase, without running anything.
+
+    ``halves`` is said of float16, which CPUs take longer to add than their bytes let expect.
+    """
 
     phase: int
     kind: str
     nbytes: int
+    halves: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hvdcomp.checks import check_count, check_number
 from hvdcomp.costmodel.collectives import Network, collective_s
+from hvdcomp.costmodel.traffic import Operation
 
 CYCLE_S = 1e-3
 """Horovod looks for new operations once in so many seconds (``HOROVOD_CYCLE_TIME``)."""
@@ -19,6 +20,8 @@ MEMORY_BANDWIDTH = 19e9
 """Bytes/s of a copy, read or written: a fusion buffer is filled and emptied."""
 
 
+HALVES = "allreduce of float16"
+"""A curve of its own: CPUs convert each number to add it."""
 _LARGEST = 3
 _LEAST_SLOPE_S = 1e-15
 """Of a byte: times that do not grow with their sizes, on a busy machine, stand for a network beyond all there are."""
@@ -65,8 +68,8 @@ class Cluster:
     Attributes:
         workers: all of them, >= 1.
         network: a worker's link, or a node's where several workers share one.
-        curves: what was measured, by kind of collective; where there is a curve, a formula only converts it to another
-            number of workers. It holds the latencies, but not the wait for Horovod's cycle.
+        curves: what was measured, by kind of collective, and :data:`HALVES`; where there is a curve, a formula only
+            converts it to another number of workers. It holds the latencies, but not the wait for Horovod's cycle.
         gamma: by how much communication slows down a worker's own work while it is under way, >= 1.
         cycle_s: of Horovod's cycle.
         tensor_s: a worker's work for a tensor: a hook, Python, Horovod's queues.
@@ -105,10 +108,11 @@ class Cluster:
         """The workers of one node."""
         return replace(self, workers=self.per_node, network=self.inside or self.network, curves={}, per_node=1)
 
-    def collective_s(self, kind: str, nbytes: float) -> float:
+    def operation_s(self, operation: Operation) -> float:
         """Seconds of a collective between all workers, its wait for a cycle apart."""
+        kind, nbytes = operation.kind, operation.nbytes
         by_formula = collective_s(kind, nbytes, self.workers, self.network)
-        curve = self.curves.get(kind)
+        curve = self.curves.get(HALVES if operation.halves else kind, self.curves.get(kind))
         if curve is None or self.workers == 1:
             return by_formula
         measured = curve.at(nbytes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdcomp.costmodel.cluster import FUSION_NBYTES, Cluster
+from hvdcomp.costmodel.traffic import Operation
 
 FUSED = ("allreduce", "allgather")
 """Kinds of which several travel as one."""
@@ -16,8 +17,7 @@ class Pending:
 
     ready_s: float
     cluster: Cluster
-    kind: str
-    nbytes: int
+    operation: Operation
     done_s: float | None = None
 
 
@@ -35,9 +35,9 @@ class Engine:
         self._queue: list[Pending] = []
         self._free_s = 0.0
 
-    def submit(self, ready_s: float, cluster: Cluster, kind: str, nbytes: int) -> Pending:
+    def submit(self, ready_s: float, cluster: Cluster, operation: Operation) -> Pending:
         """Hand over an operation between the workers of a cluster; times must not descend."""
-        pending = Pending(ready_s, cluster, kind, nbytes)
+        pending = Pending(ready_s, cluster, operation)
         self._queue.append(pending)
         return pending
 
@@ -59,9 +59,9 @@ class Engine:
 
     def _run(self, together: list[Pending], began_s: float) -> float:
         first = together[0]
-        nbytes = sum(pending.nbytes for pending in together)
+        nbytes = sum(pending.operation.nbytes for pending in together)
         copied_s = self._copy_s * nbytes if len(together) > 1 else 0.0
-        done_s = began_s + copied_s + first.cluster.collective_s(first.kind, nbytes)
+        done_s = began_s + copied_s + first.cluster.operation_s(replace(first.operation, nbytes=nbytes))
         for pending in together:
             pending.done_s = done_s
         return done_s
@@ -70,12 +70,13 @@ class Engine:
 def _fusible(batch: list[Pending]) -> list[Pending]:
     """The first of a batch, and those that travel with it."""
     first = batch[0]
-    if first.kind not in FUSED:
+    if first.operation.kind not in FUSED:
         return [first]
-    together, nbytes = [first], first.nbytes
+    together, nbytes = [first], first.operation.nbytes
     for pending in batch[1:]:
-        alike = pending.kind == first.kind and pending.cluster is first.cluster
-        if alike and nbytes + pending.nbytes <= FUSION_NBYTES:
+        operation = pending.operation
+        alike = (operation.kind, operation.halves) == (first.operation.kind, first.operation.halves)
+        if alike and pending.cluster is first.cluster and nbytes + operation.nbytes <= FUSION_NBYTES:
             together.append(pending)
-            nbytes += pending.nbytes
+            nbytes += operation.nbytes
     return together

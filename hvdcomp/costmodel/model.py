@@ -258,8 +258,8 @@ class _Worker:
         self._now_s += self._cluster.tensor_s
         self._nbytes += operation.nbytes
         began_s = max(self._busy_until_s, self._now_s + self._cluster.cycle_s / 2)
-        self._busy_until_s = began_s + cluster.collective_s(operation.kind, operation.nbytes)
-        return self._engine.submit(self._now_s, cluster, operation.kind, operation.nbytes)
+        self._busy_until_s = began_s + cluster.operation_s(operation)
+        return self._engine.submit(self._now_s, cluster, operation)
 
     def _compute(self, seconds: float) -> None:
         seconds = self._slowed(seconds)

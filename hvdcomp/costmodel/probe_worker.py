@@ -11,7 +11,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hvdcomp.buckets import Layout
 from hvdcomp.config import load
+from hvdcomp.costmodel.cluster import HALVES
 from hvdcomp.costmodel.measure import default_methods, measure_rates, memory_bandwidth
 from hvdcomp.costmodel.probe import FORMAT, Codec, Collective, Model, Pair, Probe, fitted, pair_bandwidth
 from hvdcomp.costmodel.traffic import specs_of
@@ -69,7 +70,7 @@ def run(plan: Mapping[str, Any]) -> Probe:
         plan: "methods", pairs of a name and parameters, None for all; "config", a file's path and overrides, or None.
     """
     alone = hvd.size() == 1
-    steps = Steps(3 + (0 if alone else 5))
+    steps = Steps(3 + (0 if alone else 6))
     steps.next("memory")
     copied = _least(memory_bandwidth())
     cycle_s = own_s = tensor_s = 0.0
@@ -79,9 +80,9 @@ def run(plan: Mapping[str, Any]) -> Probe:
         steps.next("Horovod's cycle")
         cycle_s, own_s = _cycle()
         tensor_s = _of_a_tensor()
-        for kind in ("allreduce", "allgather"):
+        for kind, sizes in (("allreduce", SIZES), ("allgather", SIZES), (HALVES, SIZES[::2])):
             steps.next(kind)
-            collectives[kind] = fitted(kind, hvd.size(), _times(kind), cycle_s, own_s)
+            collectives[kind] = fitted(kind.split()[0], hvd.size(), _times(kind, sizes), cycle_s, own_s)
         steps.next("pairs")
         pair = _slowest_pair(collectives["allreduce"], cycle_s)
     methods = default_methods() if plan["methods"] is None else [(name, params) for name, params in plan["methods"]]
@@ -143,23 +144,24 @@ def _operation(kind: str, nbytes: int, process_set: Any, name: str) -> Callable[
     if kind == "allgather":
         payloads = cycle(kept.view(torch.uint8).split(nbytes))
         return lambda: hvd.allgather(next(payloads), name=name, process_set=process_set)
-    values = cycle(kept.split(nbytes // 4))
+    kept = kept.half() if kind == HALVES else kept
+    values = cycle(kept.split(nbytes // kept.itemsize))
     return lambda: hvd.allreduce_(next(values), name=name, process_set=process_set)
 
 
-def _times(kind: str, process_set: Any = hvd.global_process_set) -> Times:
+def _times(kind: str, sizes: Sequence[int]) -> Times:
     """Times of each size, of as many as the budgets allow."""
     times: Times = {}
     expected_s = 0.0
-    for nbytes in SIZES:
+    for nbytes in sizes:
         if expected_s > LONGEST_S and len(times) >= 2:
             break
-        action = _operation(kind, nbytes, process_set, f"hvdcomp.probe.{kind}.{nbytes}")
+        action = _operation(kind, nbytes, hvd.global_process_set, f"hvdcomp.probe.{kind}.{nbytes}")
         _repeated(action, 1)  # negotiates
         (once_s,) = _repeated(action, 1)
         repeats = int(_agreed(min(MOST, max(LEAST, SIZE_BUDGET_S / once_s))))
         times[nbytes] = [once_s, *_repeated(action, repeats - 1)]
-        expected_s = _agreed(statistics.median(times[nbytes]) * SIZES[1] / SIZES[0])
+        expected_s = _agreed(statistics.median(times[nbytes]) * sizes[1] / sizes[0])
     return times
 
 

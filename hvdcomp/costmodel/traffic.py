@@ -19,10 +19,11 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective: what one worker hands over."""
+    """A collective: what one worker hands over; ``halves`` as of :class:`Volume`."""
 
     kind: str
     nbytes: int
+    halves: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,17 @@ def _of_bucket(bucket: Bucket, workers: int) -> BucketTraffic:
 
 def _phases(volumes: Iterable[list[Volume]]) -> tuple[tuple[Operation, ...], ...]:
     """Requests of one phase and kind travel together; those to reduce or broadcast that are large, by themselves."""
-    together: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    together: defaultdict[int, defaultdict[tuple[str, bool], list[int]]] = defaultdict(lambda: defaultdict(list))
     alone: defaultdict[int, list[Operation]] = defaultdict(list)
     for asked in volumes:
         for volume in asked:
             if volume.kind in ("allreduce", "broadcast") and volume.nbytes >= LARGE:
-                alone[volume.phase].append(Operation(volume.kind, volume.nbytes))
+                alone[volume.phase].append(Operation(volume.kind, volume.nbytes, volume.halves))
             else:
-                together[volume.phase][volume.kind].append(volume.nbytes)
+                together[volume.phase][volume.kind, volume.halves].append(volume.nbytes)
     last = max([*together, *alone], default=-1)
     return tuple(
-        (*alone[phase], *(Operation(kind, _joined(kind, sizes)) for kind, sizes in together[phase].items()))
+        (*alone[phase], *(Operation(k, _joined(k, sizes), halves) for (k, halves), sizes in together[phase].items()))
         for phase in range(last + 1)
     )
 
