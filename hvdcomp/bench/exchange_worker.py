@@ -36,7 +36,7 @@ HOROVOD, HOROVOD_FP16 = "horovod", "horovod-fp16"
 """The contestants that are plain Horovod."""
 GRAVAC_STEPS = 5
 """Until it is at its highest factor."""
-_LEAST_ROUNDS = 3
+_LEAST_ROUNDS = 2
 """However long they take."""
 _DIFFERENT = 2
 """Sets of gradients that take turns."""
