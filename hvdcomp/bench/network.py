@@ -19,6 +19,9 @@ _BURST_BYTES = 256 * 1024
 """Sent at once: a token bucket of less than a few segmentation offloads (64 KiB) would not reach its rate."""
 _LATENCY = "200ms"
 """How long a packet may queue before it is dropped."""
+_SOCKET_BYTES = 2**18
+"""Of an MPI connection. In the megabytes that a kernel would give it, MPI's own short messages wait behind data, and a
+slow link carries two thirds of what it can, by turns."""
 _CONGESTION_CONTROL = "reno"
 """In every kernel. BBR, the default of some machines, all but stops for 200 ms once in ten seconds, which no method
 is to blame for."""
@@ -100,6 +103,8 @@ class Hosts:
             "plm_rsh_agent": str(agent),
             "btl": "self,tcp",
             "btl_tcp_if_include": _INTERFACE,
+            "btl_tcp_sndbuf": str(_SOCKET_BYTES),
+            "btl_tcp_rcvbuf": str(_SOCKET_BYTES),
             "oob_tcp_if_include": _INTERFACE,
         }
         return [word for pair in settings.items() for word in ("--mca", *pair)]

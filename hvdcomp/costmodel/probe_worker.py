@@ -30,8 +30,8 @@ from hvdcomp.costmodel.traffic import specs_of
 from hvdcomp.horovod_api import DYNAMIC
 from hvdcomp.training.checkpoint import write_atomically
 
-SIZES = tuple(4**power for power in range(5, 14))
-"""Bytes: 1 KiB to 64 MiB."""
+SIZES = tuple(4**power for power in range(5, 15))
+"""Bytes: 1 KiB to 256 MiB."""
 SIZE_BUDGET_S, LONGEST_S = 1.5, 4.0
 """Seconds for the repetitions of one size; a size that would take longer than the second is left out."""
 LEAST, MOST = 3, 20
@@ -80,7 +80,7 @@ def run(plan: Mapping[str, Any]) -> Probe:
         steps.next("Horovod's cycle")
         cycle_s, own_s = _cycle()
         tensor_s = _of_a_tensor()
-        for kind, sizes in (("allreduce", SIZES), ("allgather", SIZES), (HALVES, SIZES[::2])):
+        for kind, sizes in (("allreduce", SIZES), ("allgather", SIZES), (HALVES, SIZES[1::2])):
             steps.next(kind)
             collectives[kind] = fitted(kind.split()[0], hvd.size(), _times(kind, sizes), cycle_s, own_s)
         steps.next("pairs")
@@ -140,13 +140,12 @@ def _least(value: float) -> float:
 
 def _operation(kind: str, nbytes: int, process_set: Any, name: str) -> Callable[[], Any]:
     """Each time of other memory, as in training, where no cache holds all gradients."""
-    kept = torch.ones(max(nbytes, min(ROTATED, 2 * MOST * nbytes)) // 4)
+    dtype = {"allgather": torch.uint8, HALVES: torch.float16}.get(kind, torch.float32)
+    kept = torch.ones(max(nbytes, min(ROTATED, 2 * MOST * nbytes)) // dtype.itemsize, dtype=dtype)
+    parts = cycle(kept.split(nbytes // dtype.itemsize))
     if kind == "allgather":
-        payloads = cycle(kept.view(torch.uint8).split(nbytes))
-        return lambda: hvd.allgather(next(payloads), name=name, process_set=process_set)
-    kept = kept.half() if kind == HALVES else kept
-    values = cycle(kept.split(nbytes // kept.itemsize))
-    return lambda: hvd.allreduce_(next(values), name=name, process_set=process_set)
+        return lambda: hvd.allgather(next(parts), name=name, process_set=process_set)
+    return lambda: hvd.allreduce_(next(parts), name=name, process_set=process_set)
 
 
 def _times(kind: str, sizes: Sequence[int]) -> Times:
