@@ -2,7 +2,7 @@
 # Sets up what is missing, then trains the scaled-down twins of the papers' experiments, one after the other, on two
 # workers (about half an hour on two idle cores). Arguments go on to `hvdcomp compare`:
 #
-#   launch/experiments.sh --seeds 1        one seed instead of three
+#   launch/experiments.sh --seeds 0,1,2    three seeds instead of two
 #
 # Started again it goes on where it was interrupted. runs/PAPER/EXPERIMENT.twin/comparison.md has what came out.
 set -euo pipefail
