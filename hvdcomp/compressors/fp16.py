@@ -26,7 +26,7 @@ class FP16(Compressor):
     default_exclude: ClassVar[tuple[str, ...]] = ()
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
-        mean = yield Allreduce(_saturated(acc, unit.moments))
+        mean = yield Allreduce(_saturated(acc, unit.moments), in_place=True)
         return Dense(mean.clamp_(-LARGEST, LARGEST))  # 3 x 65504 / 3 is Inf: the quotient was rounded up before the sum
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
