@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from hvdcomp.config import ConfigError, parse
+from hvdcomp.errors import DataError
 from hvdcomp.training.data import RandomDataset, batches
 from hvdcomp.training.data import test_batches as batches_of_tests
 from hvdcomp.training.images import LargeImages, SmallImages, cifar10, cifar100, imagenet, middle_box, random_box
@@ -118,6 +119,17 @@ def test_faulty_cifar_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "cifar-100-binary" / "test.bin").write_bytes(b"x" * 3073)
     with pytest.raises(ValueError, match=r"test\.bin is no part of CIFAR-100: must hold records of 3074 bytes"):
         cifar100(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "overwritten"])
+def test_a_damaged_archive_is_named(tmp_path: Path, damage: str) -> None:
+    write_cifar10(tmp_path, "binary", samples=30)
+    pack(tmp_path)
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    content, middle = archive.read_bytes(), archive.stat().st_size // 2
+    archive.write_bytes(content[:middle] + (bytes(1000) + content[middle + 1000 :] if damage == "overwritten" else b""))
+    with pytest.raises(ValueError, match=r"is no part of CIFAR-10|is missing: CIFAR-10"):
+        cifar10(str(tmp_path))
 
 
 def test_the_command_lists_them() -> None:
@@ -260,7 +272,11 @@ def test_faulty_imagenet_folders_are_named(folders: Path) -> None:
 def test_a_file_that_is_no_image_says_which(folders: Path) -> None:
     path = folders / "train" / "n01" / "0.JPEG"
     path.write_bytes(b"no image")
-    with pytest.raises(Exception, match=r"cannot identify image file .*n01/0\.JPEG"):
+    with pytest.raises(DataError, match=r"n01/0\.JPEG cannot be read as an image .*replace or remove it"):
+        LargeImages([(path, 0)], 8, True)[0]
+    good = (folders / "train" / "n01" / "1.JPEG").read_bytes()
+    path.write_bytes(good[: len(good) // 2])
+    with pytest.raises(DataError, match=r"n01/0\.JPEG cannot be read as an image"):
         LargeImages([(path, 0)], 8, True)[0]
 
 
@@ -294,6 +310,9 @@ def test_faulty_texts_are_named(tmp_path: Path) -> None:
         ptb(str(tmp_path))
     (tmp_path / "wiki.train.tokens").write_text("a b\n")
     with pytest.raises(ValueError, match=r"wiki\.test\.tokens is missing: .*data.root=FOLDER says where"):
+        wikitext2(str(tmp_path))
+    (tmp_path / "wiki.test.tokens").write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"wiki\.test\.tokens is no text in UTF-8"):
         wikitext2(str(tmp_path))
     with pytest.raises(ConfigError, match='held_out must be "test" or "valid", got \'train\''):
         build_data(parse({"data": {"name": "ptb", "held_out": "train"}}))

@@ -6,6 +6,7 @@ import io
 import pickle
 import random
 import tarfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdcomp.errors import DataError
 from hvdcomp.training.data import DATASETS, Data, RandomDataset
 
 # -- CIFAR
@@ -172,7 +174,7 @@ def _reader(name: str, root: Path, files: CifarFiles) -> Callable[[str], tuple[n
             return files.read(content(part))
         except (FileNotFoundError, KeyError):
             raise ValueError(f"{path} is missing: {name} consists of {_listed(files)}") from None
-        except (OSError, tarfile.TarError, ValueError) as error:
+        except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
             raise ValueError(f"{path} is no part of {name}: {error}") from error
 
     return read
@@ -238,8 +240,11 @@ class LargeImages(RandomDataset):
         from PIL import Image
 
         path, target = self.files[index]
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
+        try:
+            with Image.open(path) as opened:
+                image = opened.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"{path} cannot be read as an image ({error}): replace or remove it") from error
         box = random_box(image.size, chance) if self.augment else middle_box(image.size, 7 / 8)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         if self.augment and chance.random() < 0.5:

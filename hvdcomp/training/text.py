@@ -207,8 +207,15 @@ def _from_files(
                 "paragraph a line; data.root=FOLDER says where they are"
             )
     contents = [(folder / part).read_bytes() for part in parts]
-    train, test = (
-        [word for line in content.decode().splitlines() for word in (*line.split(), END)] for content in contents
-    )
+    train, test = (_lines(folder / part, content) for part, content in zip(parts, contents, strict=True))
     size = None if vocabulary is None else check_count("vocabulary", vocabulary, hint="number of words")
     return language_data(train, test, size, window, hashlib.sha256(b"".join(contents)).hexdigest())
+
+
+def _lines(path: Path, content: bytes) -> list[str]:
+    """The words of a file, and the end of each line."""
+    try:
+        lines = content.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+    return [word for line in lines for word in (*line.split(), END)]

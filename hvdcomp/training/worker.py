@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hvdcomp.config import ConfigError, RunConfig
-from hvdcomp.errors import ReplicaError
+from hvdcomp.errors import DataError, ReplicaError
 from hvdcomp.horovod_api import DYNAMIC
 from hvdcomp.training.checkpoint import CheckpointError
 
@@ -139,7 +139,8 @@ def run_guarded(action: Callable[[], int]) -> int:
             return _end(1, str(error), everywhere=True)
         if "Horovod has been shut down" in str(error):
             return _end(1, "stops, since another worker has ended", everywhere=False)
-        if not (isinstance(error, OSError) and error.errno in DISK_FULL):
+        is_told = isinstance(error, DataError) or (isinstance(error, OSError) and error.errno in DISK_FULL)
+        if not is_told:
             log.error("rank %d:", launched_rank(), exc_info=error)
         return _end(1, f"failed: {type(error).__name__}: {error}", everywhere=False)
 
