@@ -194,6 +194,17 @@ def test_what_another_configuration_made_is_repeated(
     assert started == repeated
 
 
+def test_a_run_whose_summary_cannot_be_read_is_repeated(
+    file: Path, tmp_path: Path, started: list[tuple[str, int]]
+) -> None:
+    run(file)
+    started.clear()
+    (tmp_path / "runs" / "topk" / "seed-7" / "summary.json").write_text("{")
+    (tmp_path / "runs" / "dense" / "seed-0" / "summary.json").write_text("{}")
+    assert run(file).exit_code == 0
+    assert started == [("dense", 0), ("topk", 7)]
+
+
 def test_a_moved_comparison_is_still_finished(file: Path, tmp_path: Path, started: list[tuple[str, int]]) -> None:
     run(file)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")

@@ -109,11 +109,20 @@ def test_a_partial_run_says_what_is_missing(gravac: Path) -> None:
 def test_what_is_no_run_is_said_clearly(gravac: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         load_trace(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"holds no metrics.jsonl, nor does a folder in it"):
-        load_trace(tmp_path)
+        load_trace(tmp_path / "empty")
     (gravac / "metrics.jsonl").write_text("not json\n")
     with pytest.raises(ConfigError, match="holds no step yet"):
         load_trace(gravac)
+
+
+def test_a_summary_of_another_version_and_fields_of_another_form_are_shown(gravac: Path) -> None:
+    (gravac / "summary.json").write_text('{"workers": 2}')
+    with (gravac / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(row(41, levels=3, gains=[1, 2, 3], switched=["a"], layer_bytes=4)) + "\n")
+    assert len(load_trace(gravac).metrics) == 41
+    assert "time-split" in [plot.name for plot in figures({"one": one(gravac)})]
 
 
 # -- figures

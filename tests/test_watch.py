@@ -21,6 +21,7 @@ from training_runs import command, environment
 from typer.testing import CliRunner
 
 from hvdcomp.cli import app
+from hvdcomp.config import ConfigError
 from hvdcomp.report.trace import load_trace
 from hvdcomp.report.watch import Pace, frame, is_running, sparkline, watch
 from hvdcomp.training.run_folder import RunFolder
@@ -130,6 +131,20 @@ def test_ctrl_c_is_clean(run: Path) -> None:
         watching.kill()
         job.close()
         os.close(terminal)
+
+
+def test_what_is_no_run_ends_it(run: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run: there is no such folder"):
+        watch(run / "metrics.jsonl", Console(file=io.StringIO()))
+    with pytest.raises(ConfigError, match=f"holds 1: give one of them, such as {run}"):
+        watch(run.parent, Console(file=io.StringIO()))
+
+
+def test_a_summary_of_an_older_version_is_told(run: Path) -> None:
+    (run / "summary.json").write_text('{"workers": 2, "run_dir": "runs/old"}')
+    shown = io.StringIO()
+    watch(run, Console(file=shown, width=200))
+    assert "of another version of hvdcomp, has no 'bytes_sent'" in shown.getvalue()
 
 
 def read_until(terminal: int, wanted: str, limit_s: float = 60.0) -> str:

@@ -180,8 +180,8 @@ def _times(variants: Variants) -> Plot | None:
         splits = [split for split in map(time_split, variant.runs) if split]
         if splits:
             rows[name] = {part: 1e3 * statistics.mean(split[part] for split in splits) for part in splits[0]}
-            dense_s = [run.summary["dense_exchange_s"] for run in variant.runs if run.summary]
-            if all(dense_s) and dense_s:
+            dense_s = [run.summary.get("dense_exchange_s", 0.0) for run in variant.runs if run.summary]
+            if dense_s and all(dense_s):  # 0: nothing was sent, or a summary of an older version
                 marks[name] = rows[name]["compute"] + 1e3 * statistics.mean(dense_s)
             exchange_s = variant.of_each(lambda run: mean(run.metrics.column("exchange_s")))
             whole.append(f"{name} {1e3 * statistics.mean(exchange_s):.3g} ms")

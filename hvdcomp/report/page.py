@@ -18,6 +18,7 @@ from hvdcomp.report.figures import figures
 from hvdcomp.report.plots import Plot, key
 from hvdcomp.report.table import table
 from hvdcomp.report.trace import Trace, Variant, clock_of, load_trace, runs_inside
+from hvdcomp.training.checkpoint import write_atomically
 
 MOST_CHANGES = 40
 """Of a schedule's assignments, how many are listed."""
@@ -53,7 +54,7 @@ def write(folders: Sequence[Path], output: Path, figures_folder: Path | None = N
     said = [f"{name}: {note}" for name, variant in shown.variants.items() for note in variant.notes] + shown.notes
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page(shown, plots), encoding="utf-8")
+        write_atomically(output, page(shown, plots).encode())
         if figures_folder is not None:
             files = [path for plot in plots for path in plot.save(figures_folder)]
             said.append(f"{len(files)} figures are in {figures_folder}")

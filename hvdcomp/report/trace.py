@@ -88,12 +88,14 @@ class Metrics:
         for name in COLUMNS:
             self._columns[name].append(_number(row.get(name)))
         for pair in PAIRS:
-            low, high = row.get(pair) or (None, None)
+            both = row.get(pair)
+            low, high = both if isinstance(both, list) and len(both) == 2 else (None, None)
             self._columns[f"{pair}_0"].append(_number(low))
             self._columns[f"{pair}_1"].append(_number(high))
-        if row.get("switched"):
+        if isinstance(row.get("switched"), dict) and row["switched"]:
             self.assigned.append((step, row["switched"]))
-        self.layer_bytes = row.get("layer_bytes") or self.layer_bytes
+        if isinstance(row.get("layer_bytes"), dict) and row["layer_bytes"]:
+            self.layer_bytes = row["layer_bytes"]
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,9 @@ def load_trace(folder: Path, known: Metrics | None = None) -> Trace:
     path = folder / "metrics.jsonl"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no run: there is no such folder (give the run_dir of an `hvdcomp train`)")
+    if not path.exists() and (inside := runs_inside(folder)):
+        latest = max(inside, key=lambda run: (run / "metrics.jsonl").stat().st_mtime)
+        raise ConfigError(f"{folder} is no run, but holds {len(inside)}: give one of them, such as {latest}")
     if not path.exists():
         raise ConfigError(f"{folder} is no run: it holds no metrics.jsonl, nor does a folder in it")
     metrics = known or Metrics(path)

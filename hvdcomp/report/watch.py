@@ -52,8 +52,13 @@ def watch(folder: Path, console: Console, *, once: bool = False, every_s: float 
             time.sleep(every_s)
         run = load_trace(folder, metrics)
         live.update(frame(run), refresh=True)
+    if not console.is_terminal:
+        console.print()  # the last frame has no end of a line there
     if run.summary is not None:
-        show_summary(run.summary, console)
+        try:
+            show_summary(run.summary, console)
+        except KeyError as error:
+            console.print(f"{folder}: finished; its summary.json, of another version of hvdcomp, has no {error}")
     else:
         console.print(f"{folder}: nobody works on this run, and it is not finished", highlight=False)
 
@@ -81,7 +86,7 @@ def is_running(folder: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return not (folder / "summary.json").exists()

@@ -52,12 +52,15 @@ class Run:
         return path.with_name(path.name + suffix)
 
     def summary(self) -> dict[str, Any] | None:
-        """What the run found; None where it is not finished, or was made with another configuration."""
+        """What the run found; None where it is not finished, made with another configuration, or cannot be read."""
         folder = self.folder
         if not (folder.summary.exists() and self._is_of(folder)):
             return None
-        summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
-        return summary if summary["workers"] == self.workers else None
+        try:
+            summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
+            return summary if summary["workers"] == self.workers else None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
 
     def can_go_on(self) -> bool:
         """Whether there is a checkpoint of this very run."""

@@ -46,8 +46,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 def workers_of(path: Path) -> int | None:
     """The number of workers of the run that a trace lies beside, None where nothing says it."""
-    summary = path.parent / "summary.json"
-    return int(json.loads(summary.read_text())["workers"]) if summary.exists() else None
+    try:
+        return int(json.loads((path.parent / "summary.json").read_text(encoding="utf-8"))["workers"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def make_schedule(text: str, overrides: Sequence[str]) -> Schedule:
