@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from hvdcomp.cli import app
+from hvdcomp.config import load, load_comparison
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -55,6 +60,26 @@ def test_commands_of_the_command_line_exist() -> None:
     assert named
     for command in named:
         assert command in known
+
+
+def documented_commands() -> list[str]:
+    """Calls of `hvdcomp` in the bash blocks of the README and docs/, without those that a shell must fill in."""
+    found = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+            found += re.findall(r"^hvdcomp .*", block.replace("\\\n", " "), flags=re.MULTILINE)
+    return sorted({line for line in found if "$" not in line})
+
+
+@pytest.mark.parametrize("line", documented_commands())
+def test_a_documented_command_has_these_options_and_its_configuration_these_fields(line: str) -> None:
+    name, arguments, command = "", shlex.split(line, comments=True)[1:], get_command(app)
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    given = command.make_context(name, arguments).params
+    if name in ("train", "probe", "plan", "compare") and given["config"] is not None:
+        (load_comparison if name == "compare" else load)(ROOT / given["config"], given["overrides"] or [])
 
 
 def test_python_blocks_run_under_stock_horovod_too(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import hvdcomp
 from hvdcomp.schedules import Decision, GraVAC, Static, Statistics
+from ranks.check_methods import every_method
 from ranks.tools import (
     LOSSY,
     SHAPES,
@@ -116,6 +117,20 @@ def check_nan_without_compression_is_horovods() -> None:
     assert not optimizer.last_step.skipped
     assert torch.isnan(params["layer.10.weight"]).sum() == 1
     assert torch.isfinite(params["conv.weight"]).all()
+
+
+def check_a_rank_with_nothing_to_send() -> None:
+    """Zeros on one rank, of which a threshold sends nothing, while the other rank sends."""
+    for quiet, compressor in itertools.product((0, 1), every_method()):
+        params = parameters()
+        base = torch.optim.SGD(list(params.values()), lr=0.1, momentum=0.0 if compressor.name == "signum" else 0.9)
+        optimizer = hvdcomp.DistributedOptimizer(base, list(params.items()), compressor)
+        for step in range(3):
+            optimizer.zero_grad()
+            give(params, {name: grad * (me() != quiet) for name, grad in gradients(step, me()).items()})
+            optimizer.step()
+        assert_alike(params.values())
+        assert all(torch.isfinite(p).all() and p.count_nonzero() for p in params.values()), repr(compressor)
 
 
 def check_sums_that_overflow() -> None:
