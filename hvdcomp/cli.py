@@ -90,10 +90,12 @@ def train(
     settings = _checked(lambda: load(config, overrides or []))
     if show:
         typer.echo(_checked(lambda: _resolve(settings, workers or 1)).to_yaml(), nl=False)
-    elif is_launched() or workers is None:
+    elif is_launched():
         raise typer.Exit(_work(settings, resume, on_world_change))
     else:
-        _checked(lambda: _resolve(settings, workers))
+        _checked(lambda: _resolve(settings, workers or 1))
+        if workers is None:
+            raise typer.Exit(_work(settings, resume, on_world_change))
         again = [*(["--resume"] if resume else []), "--on-world-change", on_world_change]
         command = [sys.executable, "-m", "hvdcomp", "train", str(config), *again, *(overrides or [])]
         raise typer.Exit(_launch(_job(command, workers, launcher, hosts, hostfile), settings))
@@ -194,6 +196,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Predict what each method would make of a step, and say what to use, or not to compress, and why."""
+    from hvdcomp.bench.methods import check_writable
     from hvdcomp.costmodel import plan as planning
     from hvdcomp.costmodel.question import Options, ask
 
@@ -201,9 +204,16 @@ def plan(
         config, overrides or [], model, probe, bandwidth, latency, workers, compute, rest, gamma, device, per_node,
         inside,
     )  # fmt: skip
-    made = _checked(lambda: planning.make_plan(ask(options), formulas))
-    if output is not None:
-        planning.write_config(made, output)
+
+    def action() -> planning.Plan:
+        if output is not None:
+            check_writable(output, "--output")
+        made = planning.make_plan(ask(options), formulas)
+        if output is not None:
+            planning.write_config(made, output)
+        return made
+
+    made = _checked(action)
     if as_json:
         typer.echo(json.dumps(made.as_json(), indent=2))
         return
@@ -391,10 +401,7 @@ def exchange(
             json_file=json_file,
         )  # fmt: skip
 
-    try:
-        rows = _checked(action)
-    except bench_exchange.Interrupted as interrupt:
-        raise typer.Exit(interrupt.args[0]) from interrupt
+    rows = _checked(action)
     _print_table(bench_exchange.table(rows))
     if predict:
         typer.echo(bench_prediction.errors(rows))
@@ -493,13 +500,20 @@ def _last_checkpoint(settings: RunConfig) -> str:
 
 
 def _checked(action: Callable[[], Any]) -> Any:
-    """Run it; an error of the user's becomes one message and exit code 2."""
+    """Run it; an error of the user's becomes one message and exit code 2, a signal that of the job it ended."""
+    from hvdcomp.bench.network import NetworkError
+    from hvdcomp.training.launcher import Interrupted
     from hvdcomp.training.worker import LaunchError
 
     try:
         return action()
-    except (ConfigError, LaunchError) as error:
+    except Interrupted as interrupt:
+        typer.echo("hvdcomp: interrupted", err=True)
+        raise typer.Exit(interrupt.args[0]) from interrupt
+    except (ConfigError, LaunchError, NetworkError) as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"a file cannot be read or written: {error}")
 
 
 def _fail(message: str) -> None:
@@ -593,9 +607,9 @@ def _summary(cls: type) -> str:
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(*rows[0], box=box.SIMPLE)
+    table = Table(*(Column(name, overflow="fold") for name in rows[0]), box=box.SIMPLE)
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 160).print(table)

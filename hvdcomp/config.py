@@ -312,6 +312,8 @@ def load_comparison(path: Path | str, overrides: Sequence[str] = ()) -> Comparis
 def _load(path: Path | str, overrides: Sequence[str], schema: type[_Schema]) -> _Schema:
     path = Path(path)
     values = _read(path)
+    if schema is RunConfig and {"base", "variants"} <= set(values):
+        raise ConfigError(f"{path} is a comparison, not a run: `hvdcomp compare {path}` trains its variants")
     for override in overrides:
         _apply(values, override)
     values.setdefault("run_dir", f"runs/{path.stem}")

@@ -18,7 +18,7 @@ from training_runs import CONFIG, ROOT, command, environment, hvdcomp
 from typer.testing import CliRunner
 
 from hvdcomp import compressors
-from hvdcomp.cli import app
+from hvdcomp.cli import _print_table, app
 from hvdcomp.config import load
 from hvdcomp.training import launcher
 from hvdcomp.training.launcher import Job, find_program
@@ -251,3 +251,10 @@ def test_signals_reach_the_launcher_and_nothing_is_left(tmp_path: Path, on_term:
 def test_the_launchers_exit_code_is_ours(fake: Path) -> None:
     program(fake, OPEN_MPI + "kill -9 $$")
     assert launcher.run(Job(["x"], 2), "lines") == 128 + 9
+
+
+def test_a_table_that_is_too_wide_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_table([{letter * 9: "0123456789" * 3 for letter in "abcdefghijkl"}])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert shown.count("9") == 3 * 12

@@ -254,3 +254,8 @@ def test_auto_is_resolved_for_the_number_of_workers(config_file: Path) -> None:
     assert [resolved[workers].compression.name for workers in (2, 4)] == ["topk", "oktopk"]
     assert all(one.never_slower for one in resolved.values())
     assert not resolve(load(config_file, ["compression=topk", "schedule=static"])).never_slower
+
+
+def test_a_comparison_is_no_run() -> None:
+    with pytest.raises(ConfigError, match=r"compare-digits.yaml is a comparison, not a run: `hvdcomp compare "):
+        load(ROOT / "configs" / "compare-digits.yaml")

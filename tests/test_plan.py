@@ -150,6 +150,18 @@ def test_a_probe_answers_for_the_cluster_and_for_larger_ones(tmp_path):
     assert not other.cluster.curves
 
 
+def test_a_probe_of_one_worker_answers_for_a_network_that_is_given(tmp_path):
+    path = tmp_path / "probe.json"
+    path.write_text(made_probe().model_copy(update={"workers": 1, "collectives": {}, "cycle_s": 0}).model_dump_json())
+    options = Options(model="resnet50", probe=path, compute=0.1, workers=8)
+    with pytest.raises(ConfigError, match="give --bandwidth and --workers"):
+        ask(options)
+    found = ask(replace(options, bandwidth="1gbit"))
+    assert (found.cluster.workers, found.cluster.network.bandwidth, found.cluster.curves) == (8, 1e9, {})
+    assert found.cluster.cycle_s > 0
+    assert make_plan(found).best is not None
+
+
 def test_a_probed_model_says_its_own_time_and_no_others(tmp_path):
     from hvdcomp.bench.exchange import shapes_of
 
@@ -208,3 +220,10 @@ def test_a_broken_probe_is_one_line_and_exit_code_2(tmp_path):
     assert result.exit_code == 2
     assert "hvdcomp: error:" in result.output
     assert "is no probe, or broken" in result.output
+
+
+def test_a_configuration_that_cannot_be_written_is_one_line(tmp_path):
+    output = tmp_path / "nowhere" / "planned.yaml"
+    result = CliRunner().invoke(app, [*QUICK, "--bandwidth", "1gbit", "-o", str(output)])
+    assert result.exit_code == 2
+    assert f"--output {output} cannot be written" in " ".join(result.output.split())

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from training_runs import hvdcomp
+from typer.testing import CliRunner
 
 from hvdcomp.bench.exchange import shapes_of
+from hvdcomp.cli import app
 from hvdcomp.config import ConfigError, load
-from hvdcomp.costmodel import Network, probe
+from hvdcomp.costmodel import Network, probe, probing
 from hvdcomp.costmodel.collectives import collective_s
 from hvdcomp.costmodel.expectation import expected_step_s
 from hvdcomp.costmodel.probe import Codec, Collective, Measured, Model, Probe
@@ -173,6 +175,19 @@ def test_a_real_world_is_probed(tmp_path):
     assert sum(found.model.bucket_nbytes) == found.model.workload().nbytes
     assert 1e6 < found.network().bandwidth < 1e13
     assert 1e-5 < found.cycle_s + found.collectives["allreduce"].latency.value < 1
+
+
+def test_a_model_that_there_is_not_is_told_before_any_process_starts(monkeypatch):
+    monkeypatch.setattr(probing, "run", lambda job, progress, output: pytest.fail("a process was started"))
+    result = CliRunner().invoke(app, ["probe", str(QUICKSTART), "model=cnnn"])
+    assert result.exit_code == 2
+    assert "unknown model 'cnnn' (did you mean 'cnn'?)" in " ".join(result.output.split())
+
+
+def test_an_interrupt_is_no_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(probing, "run", lambda job, progress, output: 130)
+    result = CliRunner().invoke(app, ["probe", "-o", str(tmp_path / "probe.json")])
+    assert (result.exit_code, result.output.strip()) == (130, "hvdcomp: interrupted")
 
 
 # -- runs

@@ -374,6 +374,14 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, config: Any) -
     assert (tmp_path / "thesis.tex").exists()
 
 
+def test_a_run_dir_that_cannot_be_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    done = hvdcomp("train", str(file), f"run_dir={file}/run")
+    assert (done.code, "Traceback" in done.err) == (1, False)
+    assert f"run_dir: {file}/run cannot be used (Not a directory): give another" in done.err
+
+
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path, config: Any) -> None:
     with closing(RunFolder(tmp_path / "run")) as first:
         first.start(config)

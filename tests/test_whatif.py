@@ -143,10 +143,22 @@ def test_the_other_questions_can_be_drawn(sweep, tmp_path):
         (["bandwidth", *COMMAND, "--methods", "topk:cf=10"], "what topk costs on this device is not known"),
         (["bandwidth", *COMMAND, "-o", "figure.pdf"], "must end in .csv, .png or .svg"),
         (["nodes", *COMMAND, "--values", "7"], "64 workers cannot be 7 on every node"),
+        (["compute", *COMMAND, "--values", "1,0"], "--values of compute must be numbers above 0, got 0"),
+        (["batch", *COMMAND, "--values", "nan"], "--values of batch must be numbers above 0, got nan"),
+        (["workers", *COMMAND, "--values", "2,inf"], "--values of workers must be whole numbers above 0, got inf"),
+        (["workers", *COMMAND, "--values", "2.5"], "--values of workers must be whole numbers above 0, got 2.5"),
+        (["ratio", *COMMAND, "--values", "2"], "--values is for bandwidth, workers,"),
+        (["nodes", *COMMAND, "--methods", "powersgd:hierarchical=3"], "hierarchical must be True or False, got 3"),
     ],
 )
 def test_what_is_not_allowed_is_said_in_a_line(arguments, said):
     assert said in " ".join(run(*arguments, code=2).split())
+
+
+def test_nodes_without_a_hierarchical_method_say_what_is_missing():
+    assert "nodes matter to hierarchical exchanges" in run("nodes", *COMMAND)
+    assert "workers of a node" in run("nodes", *COMMAND, "-np", "6")  # of the usual values those that fit
+    assert "nodes matter" not in run("nodes", *COMMAND, "--methods", "powersgd:rank=4:hierarchical=true")
 
 
 def test_values_and_methods_are_read():

@@ -24,7 +24,7 @@ from hvdcomp.config import ConfigError, did_you_mean, load
 from hvdcomp.costmodel.probe import Probe
 from hvdcomp.plugin import AUTO
 from hvdcomp.training.checkpoint import write_atomically
-from hvdcomp.training.launcher import INTERRUPTED, Job
+from hvdcomp.training.launcher import INTERRUPTED, Interrupted, Job
 from hvdcomp.training.launcher import run as run_job
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,6 @@ _PLAIN: list[tuple[str, dict[str, Any]]] = [("horovod", {}), ("horovod", {}), ("
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 Row = dict[str, Any]
-
-
-class Interrupted(Exception):
-    """A signal has ended the measurement; its argument is the exit code."""
 
 
 def run(
@@ -72,6 +68,7 @@ def run(
 
     Raises:
         ConfigError: an argument is not allowed, or a worker failed.
+        Interrupted: a signal has ended the measurement.
     """
     shapes = shapes_of(model)
     chosen = split_methods(methods)

@@ -117,23 +117,29 @@ class Probe(_Part):
     def network(self) -> Network:
         """The line through allreduces. Raises ConfigError for a world of one, which has none."""
         if "allreduce" not in self.collectives:
-            raise ConfigError("the probe is of one worker, which has no network: give --bandwidth, or probe with -np 2")
+            raise ConfigError(
+                "the probe is of one worker, which has no network: give --bandwidth and --workers, or probe with -np 2"
+            )
         line = self.collectives["allreduce"]
         return Network(line.bandwidth.value, line.latency.value)
 
-    def cluster(self, workers: int | None = None) -> Cluster:
+    def cluster(self, workers: int | None = None, network: Network | None = None) -> Cluster:
         """The cluster that was probed, or one of another number of workers by the formulas.
 
         Where that number fills no whole nodes of the probed size, each worker counts as a node.
+
+        Args:
+            network: in place of the one that was probed, whose times say nothing of it; one worker has probed none.
         """
-        chosen = workers or self.workers
+        chosen, alone = workers or self.workers, not self.collectives
+        times = {kind: Curve(self.workers, tuple(c.nbytes), tuple(c.seconds)) for kind, c in self.collectives.items()}
         return Cluster(
             chosen,
-            self.network(),
-            {kind: Curve(self.workers, tuple(c.nbytes), tuple(c.seconds)) for kind, c in self.collectives.items()},
-            gamma=self.model.gamma if self.model is not None else Cluster.gamma,
-            cycle_s=self.cycle_s,
-            tensor_s=self.tensor_s,
+            network or self.network(),
+            times if network is None else {},
+            gamma=self.model.gamma if self.model is not None and not alone else Cluster.gamma,
+            cycle_s=Cluster.cycle_s if alone else self.cycle_s,
+            tensor_s=Cluster.tensor_s if alone else self.tensor_s,
             memory_bandwidth=self.memory_bandwidth,
             per_node=self.per_node if chosen % self.per_node == 0 else 1,
         )

@@ -6,6 +6,7 @@ python -m hvdcomp.costmodel.probe_worker PLAN PROBE.json
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import statistics
@@ -29,6 +30,7 @@ from hvdcomp.costmodel.probe import FORMAT, Codec, Collective, Model, Pair, Prob
 from hvdcomp.costmodel.traffic import specs_of
 from hvdcomp.horovod_api import DYNAMIC
 from hvdcomp.training.checkpoint import write_atomically
+from hvdcomp.training.worker import run_guarded
 
 SIZES = tuple(4**power for power in range(5, 15))
 """Bytes: 1 KiB to 256 MiB."""
@@ -327,7 +329,7 @@ def _host() -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main() -> int:
     plan, probe_file = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
     os.environ.setdefault(DYNAMIC, "1")  # pairs are process sets
@@ -336,7 +338,9 @@ def main() -> None:
     if hvd.rank() == 0:
         write_atomically(probe_file, (probe.model_dump_json(indent=1) + "\n").encode())
     hvd.shutdown()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    logging.basicConfig(level=logging.WARNING, format="hvdcomp: %(message)s", stream=sys.stderr)
+    sys.exit(run_guarded(main))

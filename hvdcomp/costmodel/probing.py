@@ -18,7 +18,8 @@ from hvdcomp.bench.methods import check_writable
 from hvdcomp.config import ConfigError, load
 from hvdcomp.costmodel import probe as probe_file
 from hvdcomp.costmodel.probe import Probe
-from hvdcomp.training.launcher import Job, run
+from hvdcomp.training.launcher import INTERRUPTED, Interrupted, Job, run
+from hvdcomp.training.parts import resolve
 
 MARK = "hvdcomp-probe "
 """Begins a worker's line of progress."""
@@ -40,9 +41,10 @@ def measure(
 
     Raises:
         ConfigError: an argument is not allowed, or a worker failed.
+        Interrupted: a signal has ended the probe.
     """
     if config is not None:
-        load(config[0], config[1])
+        resolve(load(config[0], config[1]), job.workers)
     if output is not None:
         check_writable(output, "-o")
     resolved = None if config is None else (str(config[0].resolve()), list(config[1]))
@@ -51,6 +53,8 @@ def measure(
         written = Path(folder) / "probe.json" if output is None else output.resolve()
         command = [sys.executable, "-m", "hvdcomp.costmodel.probe_worker", plan, str(written)]
         code, said = _run(replace(job, command=command), Path(folder) / "output")
+        if code in INTERRUPTED:
+            raise Interrupted(code)
         if code != 0:
             raise ConfigError(f"probing ended with exit code {code}; the workers said:\n{said[-3000:]}")
         return probe_file.load(written)

@@ -152,14 +152,10 @@ def _cluster(options: Options, measured: probe.Probe | None, notes: list[str]) -
         converted = measured.conversion(workers)
         if converted is not None:
             notes.append(converted)
-        cluster = measured.cluster(workers)
-        if options.bandwidth is not None or options.latency is not None:
-            old = cluster.network
-            network = Network(
-                old.bandwidth if options.bandwidth is None else _bandwidth(options.bandwidth),
-                old.latency if options.latency is None else options.latency,
-            )
-            cluster = replace(cluster, network=network, curves={})
+        if options.bandwidth is None and options.latency is None:
+            cluster = measured.cluster(workers)
+        else:
+            cluster = measured.cluster(workers, _given_network(options, measured))
             notes.append("the network is the one that was given, not the probe's")
     changed: dict[str, Any] = {}
     if options.gamma is not None:
@@ -169,6 +165,14 @@ def _cluster(options: Options, measured: probe.Probe | None, notes: list[str]) -
     if options.inside is not None:
         changed["inside"] = Network(_bandwidth(options.inside), cluster.network.latency)
     return replace(cluster, **changed)
+
+
+def _given_network(options: Options, measured: probe.Probe) -> Network:
+    """What was said of it, the rest as it was probed; by one worker a latency was not."""
+    bandwidth = measured.network().bandwidth if options.bandwidth is None else _bandwidth(options.bandwidth)
+    if options.latency is not None:
+        return Network(bandwidth, options.latency)
+    return Network(bandwidth, measured.network().latency if measured.collectives else LATENCY_S)
 
 
 def _bandwidth(text: str) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from hvdcomp.bench.methods import check_writable, split_methods
-from hvdcomp.checks import check_choice
+from hvdcomp.checks import check_choice, check_flag
 from hvdcomp.config import ConfigError
 from hvdcomp.costmodel import paper
 from hvdcomp.costmodel.collectives import Network
@@ -97,6 +97,8 @@ SWEEPS: dict[str, Sweep] = {
     "nodes": Sweep("workers of a node", (1, 2, 4, 8), _with_nodes),
 }
 """By name: of one thing each."""
+WHOLE = ("workers", "nodes")
+"""Sweeps over whole numbers only."""
 OTHERS = ("ratio", "tradeoff", "grid")
 """How much compression linear scaling needs; faster but weaker encoding; the set-ups of a data centre, at once."""
 GRID = {"resnet50": 0.122, "resnet101": 0.244, "bert-base": 0.28}
@@ -122,8 +124,12 @@ def sweep(
         UnknownRates: a method's costs are not known.
     """
     chosen = SWEEPS[check_choice("sweep", name, SWEEPS)]
+    if values is None:
+        values = [v for v in chosen.values if name != "nodes" or question.cluster.workers % v == 0]
     rows = []
-    for value in values or chosen.values:
+    for value in values:
+        if not 0 < value < math.inf or (name in WHOLE and value % 1):
+            raise ValueError(f"--values of {name} must be {'whole ' * (name in WHOLE)}numbers above 0, got {value:g}")
         changed = chosen.apply(question, value)
         dense_s = step_s(changed, Method.of(DENSE), model)
         row: Row = {chosen.unit: value, "dense ms": 1e3 * dense_s}
@@ -251,6 +257,8 @@ def answer(
     """
     try:
         check_choice("sweep", what, (*SWEEPS, *OTHERS))
+        if values is not None and what in OTHERS:
+            raise ConfigError(f"--values is for {', '.join(SWEEPS)}; {what} has its own")
         if what == "grid":
             rows = grid(
                 lambda name, compute_s: ask(replace(options, config=None, model=name, compute=compute_s)), model
@@ -270,6 +278,8 @@ def answer(
         if what == "tradeoff":
             return tradeoffs(question, methods[0], model), notes
         rows = sweep(question, what, methods, model, values)
+        if what == "nodes" and not any(method.hierarchical for method in methods):
+            notes.append("* nodes matter to hierarchical exchanges: --methods powersgd:rank=4:hierarchical=true")
         return rows, notes + (crossovers(question, methods, model) if what == "bandwidth" else [])
     except UnknownRates as error:
         raise ConfigError(str(error)) from error
@@ -281,9 +291,9 @@ def parse_methods(text: str) -> list[Method]:
     """Methods from "topk:cf=100,powersgd:rank=4:hierarchical=true". Raises ConfigError for what there is not."""
     methods = []
     for name, params in split_methods(text):
-        hierarchical = params.pop("hierarchical", False)
-        method = Method.of(name, params, hierarchical is True)
         try:
+            flag = check_flag("hierarchical", params.pop("hierarchical", False), hint="dense inside a node first")
+            method = Method.of(name, params, flag)
             method.compressor()
         except ValueError as error:
             raise ConfigError(f"method {name!r}: {error}") from error

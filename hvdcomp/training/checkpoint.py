@@ -82,7 +82,7 @@ def find_latest(root: Path) -> Latest | None:
     try:
         named = json.loads(marker.read_text(encoding="utf-8"))
         latest = Latest(root / named["folder"], named["step"], named["workers"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{marker} cannot be read ({error}): write into it the folder to resume from") from error

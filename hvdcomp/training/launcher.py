@@ -47,6 +47,10 @@ _PASSED_ON = (
 )
 
 
+class Interrupted(Exception):
+    """A signal to this process has ended a job; its argument is the exit code."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A command for every worker, and where they run."""

@@ -350,8 +350,10 @@ class Trainer:
         if self.worker.index == 0:
             try:
                 (self.folder.resume if resume else self.folder.start)(self.config)
-            except (ConfigError, checkpoint.CheckpointError, OSError) as error:
+            except (ConfigError, checkpoint.CheckpointError) as error:
                 fault = str(error)
+            except OSError as error:
+                fault = f"run_dir: {self.folder.path} cannot be used ({error.strerror}): give another"
         faults = _gather(fault)
         if any(faults):
             raise ConfigError(faults[0])
