@@ -34,9 +34,9 @@ from hvdcomp.training.worker import run_guarded
 
 SIZES = tuple(4**power for power in range(5, 15))
 """Bytes: 1 KiB to 256 MiB."""
-SIZE_BUDGET_S, LONGEST_S = 1.5, 4.0
+SIZE_BUDGET_S, LONGEST_S = 1.5, 2.0
 """Seconds for the repetitions of one size; a size that would take longer than the second is left out."""
-LEAST, MOST = 3, 20
+LEAST, MOST = 5, 20
 """Repetitions of a size."""
 BURST = 16
 """Small operations at once."""
