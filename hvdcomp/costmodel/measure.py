@@ -19,7 +19,7 @@ from hvdcomp.compressors import available, create
 from hvdcomp.costmodel.rates import Cost, Rates, key_of
 from hvdcomp.costmodel.traffic import Work, work_of
 
-SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
+SIZES = (2**12, 2**15, 2**18, 2**20, 2**22)
 """Elements of the tensors that are timed."""
 WORLDS = (2, 8)
 """Workers whose answers are decoded."""
@@ -28,7 +28,7 @@ CFS = (10.0, 100.0, 1000.0)
 RANKS = (1, 2, 4, 8)
 STEPS = 5
 """Timed at least of each case; the median counts."""
-UNITS, MOST_ELEMENTS = 8, 2**24
+UNITS, MOST_ELEMENTS = 8, 2**23
 """Tensors that take turns, at most, and of how many elements together: in training, too, a bucket's tensors come from
 memory one after the other, while the code that encodes them stays in the caches."""
 _TOO_LONG_S = 0.25
