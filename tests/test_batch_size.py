@@ -96,13 +96,21 @@ def test_what_does_not_fit(changed: dict[str, Any], says: str) -> None:
     assert says in str(caught.value)
 
 
-@pytest.mark.ranks
-def test_a_run_whose_batch_grows_has_fewer_steps_and_resumes_bitwise(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
+def a_run(folder: Path, more: str) -> Path:
+    """A configuration of eight steps an epoch on two workers, with ``more`` lines."""
+    config = folder / "run.yaml"
     config.write_text(
         "model: {name: mlp, hidden: 16}\ndata: {name: 'training_runs:blobs', samples: 64, batch_size: 4}\n"
-        "optimizer: {lr: 0.01}\nbatch_schedule: {name: accordion, low: 8, high: 32, interval: 1, eta: 0.3}\n"
-        "epochs: 4\nevaluate_every: 0\n"
+        f"optimizer: {{lr: 0.01}}\n{more}"
+    )
+    return config
+
+
+@pytest.mark.ranks
+def test_a_run_whose_batch_grows_has_fewer_steps_and_resumes_bitwise(tmp_path: Path) -> None:
+    config = a_run(
+        tmp_path,
+        "batch_schedule: {name: accordion, low: 8, high: 32, interval: 1, eta: 0.3}\nepochs: 4\nevaluate_every: 0\n",
     )
     whole, again = tmp_path / "whole", tmp_path / "again"
     done = train(config, "-np", "2", f"run_dir={whole}")
@@ -119,11 +127,10 @@ def test_a_run_whose_batch_grows_has_fewer_steps_and_resumes_bitwise(tmp_path: P
 
 @pytest.mark.ranks
 def test_a_run_whose_rate_stays_as_its_batch_grows(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "model: {name: mlp, hidden: 16}\ndata: {name: 'training_runs:blobs', samples: 64, batch_size: 4}\n"
-        "optimizer: {lr: 0.01}\nbatch_schedule: {name: smith, low: 8, high: 32}\n"
-        "lr_schedule: {name: step, milestone_epochs: [2, 3], factor: 0.25}\nepochs: 4\nevaluate_every: 0\n"
+    config = a_run(
+        tmp_path,
+        "batch_schedule: {name: smith, low: 8, high: 32}\n"
+        "lr_schedule: {name: step, milestone_epochs: [2, 3], factor: 0.25}\nepochs: 4\nevaluate_every: 0\n",
     )
     train(config, "-np", "2", f"run_dir={tmp_path / 'run'}")
     lines = rows(tmp_path / "run")

@@ -175,7 +175,7 @@ def figures(
     found: Mapping[float, Mapping[str, Mapping[int, Course]]],
 ) -> list[Plot]:
     """Score against bytes and against time on each network; CF over steps, and steps over CFs, where these change."""
-    from hvdcomp.report.figures import SPREAD, factors, over_seeds
+    from hvdcomp.report.figures import QUANTITIES, SPREAD, factors, over_seeds
     from hvdcomp.report.plots import Line, curves, distribution
     from hvdcomp.report.trace import Variant, load_trace
 
@@ -193,7 +193,7 @@ def figures(
                 name=f"{metric}-{label.split()[0] if cost == 'nbytes' else 'time'}-{mbit:g}mbit",
                 title=f"{question} does a given {metric} take at {bandwidth(mbit)}?",
                 x=(label, quantity),
-                y=(f"{metric}, held out", "share" if metric == "accuracy" else "number"),
+                y=(f"{metric}, held out", QUANTITIES[metric]),
                 log_x=True,
                 log_y=metric != "accuracy",
             )
