@@ -94,7 +94,7 @@ class Method:
             if type(compressor) is not TopK or levels is not None:
                 raise ValueError("twice=[CF, CF] goes with topk, and without levels")
             return _Twice(compressor, _checked_levels(compressor, twice), numel)
-        return _Step(compressor, None if levels is None else _checked_levels(compressor, levels), numel)
+        return MethodStep(compressor, None if levels is None else _checked_levels(compressor, levels), numel)
 
 
 def parse_methods(text: str) -> list[Method]:
@@ -266,7 +266,7 @@ class Case(Protocol):
         """Of one more step: k_ratio, bits_per_element, bits_per_index, gain, relative_error."""
 
 
-class _Step:
+class MethodStep:
     """The step of one unit, on one of :data:`WORKERS` workers that all have the same gradient."""
 
     def __init__(self, compressor: Compressor, levels: tuple[float, float] | None, numel: int) -> None:
@@ -286,28 +286,29 @@ class _Step:
         self._steps = 0
 
     def step(self, gradient: Tensor, workers: int = WORKERS) -> tuple[float, float]:
+        encodes_s, decodes_s = zip(*self.phases(gradient, workers), strict=True)
+        return sum(encodes_s), sum(decodes_s)
+
+    def phases(self, gradient: Tensor, workers: int) -> Iterator[tuple[float, float]]:
+        """A step, phase by phase, as others' come between in training: seconds of encoding and of decoding."""
         workers = min(workers, gradient.numel())
         context = Context(0, workers, self._steps, self.levels, self.compressor.checks_finite)
         self._run = run = BucketRun(self._bucket, _Given(gradient.view(self.shape), self._mean), context)
         self.begin_s, _ = timed(partial(self._begin, run))
         fuse_s, fused = timed(partial(self._fuse, run))
-        encode_s = self.begin_s + fuse_s
-        decode_s = 0.0
+        yield self.begin_s + fuse_s, 0.0
         self._sent: list[Fused] = []
         while fused:
             self._sent += fused
             answers = [collective([request] * workers)[0] for request in fused]
             spent_s, fused = timed(partial(_answer, run, fused, answers))
-            if fused:  # more is to be sent
-                encode_s += spent_s
-            else:
-                decode_s += spent_s
+            yield (spent_s, 0.0) if fused else (0.0, spent_s)  # more is to be sent, or not
         settled_s, settled = timed(run.settled)
         assert settled, f"{self.compressor!r} made a number that is not finite"
-        decode_s += settled_s + timed(run.write_means)[0]
-        encode_s += timed(run.keep)[0]
+        written_s, _ = timed(run.write_means)
+        kept_s, _ = timed(run.keep)
         self._steps += 1
-        return encode_s, decode_s
+        yield kept_s, settled_s + written_s
 
     def figures(self, gradient: Tensor) -> dict[str, float | None]:
         nbytes = sum(request.buffer.nbytes for request in self._sent)
@@ -377,7 +378,7 @@ class _Given:
         self.mean.copy_(mean)
 
 
-class _Twice(_Step):
+class _Twice(MethodStep):
     """Two compressions of one gradient, from its adding to the residual on: what multi-level compression spares.
 
     The first ends with its gain, as it is not sent; the second is the step of a static factor.
@@ -385,7 +386,7 @@ class _Twice(_Step):
 
     def __init__(self, compressor: Compressor, levels: tuple[float, float], numel: int) -> None:
         super().__init__(compressor, (levels[1], levels[1]), numel)
-        self._first = _Step(compressor, (levels[0], levels[0]), numel)
+        self._first = MethodStep(compressor, (levels[0], levels[0]), numel)
         self.k = self._first.k
 
     def step(self, gradient: Tensor, workers: int = WORKERS) -> tuple[float, float]:

@@ -22,6 +22,9 @@ _LATENCY = "200ms"
 _SOCKET_BYTES = 2**18
 """Of an MPI connection. In the megabytes that a kernel would give it, MPI's own short messages wait behind data, and a
 slow link carries two thirds of what it can, by turns."""
+_TRANSFERS = "send"
+"""Messages in pieces, not whole by MPI's put: behind a put, the other side's permission to send waits until all of it
+has passed, so that two workers that exchange halves would send by turns whenever one is a little late."""
 _CONGESTION_CONTROL = "reno"
 """In every kernel. BBR, the default of some machines, all but stops for 200 ms once in ten seconds, which no method
 is to blame for."""
@@ -102,6 +105,7 @@ class Hosts:
         settings = {
             "plm_rsh_agent": str(agent),
             "btl": "self,tcp",
+            "btl_tcp_flags": _TRANSFERS,
             "btl_tcp_if_include": _INTERFACE,
             "btl_tcp_sndbuf": str(_SOCKET_BYTES),
             "btl_tcp_rcvbuf": str(_SOCKET_BYTES),

@@ -26,7 +26,10 @@ class FP16(Compressor):
     default_exclude: ClassVar[tuple[str, ...]] = ()
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
-        mean = yield Allreduce(_saturated(acc, unit.moments), in_place=True)
+        halves = _saturated(acc, unit.moments, unit.spare.get("halves"))
+        if acc.device.type == "cpu":  # whose first touch costs more than the cast; elsewhere memory is cached
+            unit.spare = {"halves": halves}
+        mean = yield Allreduce(halves, in_place=True)
         return Dense(mean.clamp_(-LARGEST, LARGEST))  # 3 x 65504 / 3 is Inf: the quotient was rounded up before the sum
 
     def requests(self, shape: torch.Size | tuple[int, ...], workers: int) -> list[Volume]:
@@ -35,15 +38,16 @@ class FP16(Compressor):
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         if tensor.dtype == torch.float16:
             return tensor, tensor.dtype
-        return _saturated(tensor.reshape(-1), None).view(tensor.shape), tensor.dtype
+        return _saturated(tensor.reshape(-1)).view(tensor.shape), tensor.dtype
 
     def decompress(self, payload: Tensor, ctx: Any) -> Tensor:
         return payload.to(ctx)
 
 
-def _saturated(values: Tensor, known: Moments | None) -> Tensor:
-    """A flat tensor as float16; ``known`` are its moments, if somebody took them."""
+def _saturated(values: Tensor, known: Moments | None = None, out: Tensor | None = None) -> Tensor:
+    """A flat tensor as float16, in the memory ``out`` if given; ``known`` are its moments, if somebody took them."""
     known = known or moments_in_passing(values)
     if known is None or not known.largest <= LARGEST:
         values = torch.where(torch.isfinite(values), values.clamp(-LARGEST, LARGEST), values)
-    return empty(values.numel(), torch.float16, values.device).copy_(values)
+    out = empty(values.numel(), torch.float16, values.device) if out is None else out
+    return out.copy_(values)

@@ -14,6 +14,8 @@ from hvdcomp.compressors.requests import Allgather, Rounds, Unit, keep_spare, sp
 from hvdcomp.kernels.codes import add_lookup_, blended, codes_nbytes, pack_signs
 
 _SIGNS = torch.tensor([-1.0, 1.0])
+_AT_ONCE = 2**19
+"""Elements that a thread votes on while they are in its cache."""
 
 
 class Vote(Gathered):
@@ -22,10 +24,13 @@ class Vote(Gathered):
     ignores_scale: ClassVar[bool] = True
 
     def write_mean_(self, out: Tensor) -> None:
-        out.zero_()
-        for payload in self.payloads:
-            self.method.add_(out, payload, 1.0)  # whole numbers: exact
-        out.sign_()
+        size = _AT_ONCE * torch.get_num_threads() if out.device.type == "cpu" else max(1, out.numel())
+        for start in range(0, out.numel(), size):
+            part = out[start : start + size].zero_()
+            for payload in self.payloads:
+                signs = payload[start // 8 :][: codes_nbytes(part.numel(), 1)]
+                self.method.add_(part, signs, 1.0)  # whole numbers: exact
+            part.sign_()
 
 
 class _Signs(Quantised):

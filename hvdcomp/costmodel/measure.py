@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, cycle, zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,25 +14,26 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from hvdcomp.bench.kernels import Method
+from hvdcomp.bench.kernels import MethodStep
 from hvdcomp.compressors import available, create
 from hvdcomp.costmodel.rates import Cost, Rates, key_of
 from hvdcomp.costmodel.traffic import Work, work_of
 
-SIZES = (2**12, 2**15, 2**18, 2**20, 2**22)
-"""Elements of the tensors that are timed."""
+SIZES = tuple(4**power for power in range(6, 12))
+"""Elements of the tensors that are timed: 4,096 to 4 million."""
 WORLDS = (2, 8)
 """Workers whose answers are decoded."""
-CFS = (10.0, 100.0, 1000.0)
-"""Of methods that have a compression factor."""
+CFS, CF = (10.0, 100.0, 1000.0), 100.0
+"""Of methods that have a compression factor; the one of tensors of more elements than :data:`_ALL_FACTORS`."""
 RANKS = (1, 2, 4, 8)
 STEPS = 5
 """Timed at least of each case; the median counts."""
-UNITS, MOST_ELEMENTS = 8, 2**23
-"""Tensors that take turns, at most, and of how many elements together: in training, too, a bucket's tensors come from
-memory one after the other, while the code that encodes them stays in the caches."""
-_TOO_LONG_S = 0.25
-"""No larger tensors of a method that takes so long."""
+UNITS, MOST_ELEMENTS = 8, 2**24
+"""Tensors that take turns, at most, and of how many elements together: in training, too, tensors come from memory one
+after the other in each phase, while the code that works on them stays in the caches."""
+_ALL_FACTORS = 2**18
+_TURNS_S, _TOO_LONG_S = 0.06, 0.15
+"""Fewer tensors take turns where a step of all would take longer; no tensors that take longer each."""
 _UNKNOWN_FACTOR = ("threshold",)
 """Methods whose payloads' sizes cannot be told beforehand."""
 
@@ -75,28 +76,38 @@ def fit_cost(samples: Sequence[Sample]) -> Cost:
 def _measured(name: str, params: dict[str, Any], gradients: Tensor) -> Rates:
     encodes: list[Sample] = []
     decodes: list[Sample] = []
-    factors: Sequence[float | None] = CFS if available()[name].has_levels and "cf" not in params else (None,)
     own = {"training_steps": 1, **params} if name == "gradiveq" else params  # so that quantised steps are timed
-    for cf in factors:
-        changed = own if cf is None else own | {"cf": cf}
-        compressor = create(name, **changed)
-        for size in SIZES:
-            cases = [Method(name, changed).case(size) for _ in range(min(UNITS, MOST_ELEMENTS // size))]
+    has_factor = available()[name].has_levels and "cf" not in params
+    expected_s = 0.0
+    for size in SIZES:
+        if expected_s > _TOO_LONG_S:
+            break
+        longest_s = 0.0
+        factors: Sequence[float | None] = (None,) if not has_factor else CFS if size <= _ALL_FACTORS else (CF,)
+        for cf in factors:
+            compressor = create(name, **(own if cf is None else own | {"cf": cf}))
+            units = max(1, min(UNITS, MOST_ELEMENTS // size, int(_TURNS_S / max(expected_s, 1e-9))))
+            cases = [MethodStep(compressor, None, size) for _ in range(units)]
             shape, settling = cases[0].shape, cases[0].settling_steps
             given = cycle(gradients[: len(gradients) // shape.numel() * shape.numel()].split(shape.numel()))
-            taken_s = 0.0
-            for workers in WORLDS:
-                steps = settling + math.ceil(STEPS / len(cases))
-                taken = [case.step(next(given), workers) for _ in range(steps) for case in cases]  # type: ignore[call-arg]
-                timed = taken[settling * len(cases) :]
-                encode_s, decode_s = (statistics.median(column) for column in zip(*timed, strict=True))
-                encode, decode = work_of(compressor, shape, workers)
-                encodes.append((encode, encode_s))
-                decodes.append((decode, decode_s))
-                taken_s, settling = encode_s + decode_s, 1
-            if taken_s > _TOO_LONG_S:
-                break
+            for works, workers in {
+                work_of(compressor, shape, workers): workers for workers in reversed(WORLDS)
+            }.items():
+                steps = settling + math.ceil(STEPS / units)
+                timed = [_step(cases, given, workers) for _ in range(steps)][settling:]
+                encode_s, decode_s = (statistics.median(column) for column in zip(*chain(*timed), strict=True))
+                encodes.append((works[0], encode_s))
+                decodes.append((works[1], decode_s))
+                longest_s, settling = max(longest_s, encode_s + decode_s), 1
+        expected_s = longest_s * SIZES[1] / SIZES[0]
     return Rates(fit_cost(encodes), fit_cost(decodes))
+
+
+def _step(cases: Sequence[MethodStep], given: Iterator[Tensor], workers: int) -> list[tuple[float, float]]:
+    """A step of all tensors, one phase of all after the other: seconds of encoding and of decoding each."""
+    running = [case.phases(next(given), workers) for case in cases]
+    phases = list(zip_longest(*running, fillvalue=(0.0, 0.0)))
+    return [(sum(s for s, _ in own), sum(s for _, s in own)) for own in zip(*phases, strict=True)]
 
 
 def memory_bandwidth(numel: int = 2**23, repeats: int = 5) -> float:

@@ -34,7 +34,7 @@ from hvdcomp.training.worker import run_guarded
 
 SIZES = tuple(4**power for power in range(5, 15))
 """Bytes: 1 KiB to 256 MiB."""
-SIZE_BUDGET_S, LONGEST_S = 1.5, 2.0
+SIZE_BUDGET_S, LONGEST_S = 1.0, 2.0
 """Seconds for the repetitions of one size; a size that would take longer than the second is left out."""
 MOST_GATHERED = 2**29
 """Bytes of all workers in an allgather: each holds them, and Horovod takes less than 2 GiB."""
