@@ -168,6 +168,21 @@ def test_operations_of_a_cycle_travel_together_and_are_copied():
     assert ends[2] == pytest.approx(max(together, 0.011) + ring(1e6, 4, NETWORK))
 
 
+def test_a_collective_makes_slow_progress_while_the_worker_computes():
+    engine = Engine(0.0, 1e30, busy_factor=4.0)
+    alone = ring(1e6, 4, NETWORK)
+    engine.computes(0.0, 0.5 * alone)
+    engine.computes(0.5 * alone, alone)  # as one with what came before
+    engine.computes(1.5 * alone, 1.7 * alone)
+    first, second = (engine.submit(at, bare(), Operation("allreduce", 10**6)) for at in (0.0, 0.25 * alone))
+    # a quarter by then, half until 1.5, a twentieth until 1.7
+    assert engine.end_of(first) == pytest.approx(1.9 * alone)
+    assert engine.end_of(second) == pytest.approx(2.9 * alone)
+    slow = {factor: bare(busy_factor=factor, network=Network(8e6)) for factor in (1.0, 4.0)}
+    step, busy = (predict(Workload(TWO, 0.2), cluster, Method.of("dense"), {}).step_s for cluster in slow.values())
+    assert busy > step
+
+
 def test_a_fusion_buffer_has_a_limit_and_other_kinds_travel_by_themselves():
     cluster = bare()
     engine = Engine(0.0, 1e30)

@@ -49,6 +49,7 @@ def made(workers: int = 4, network: Network = NETWORK, model: Model | None = Non
         collectives={kind: line(kind, workers, network) for kind in ("allreduce", "allgather")},
         cycle_s=1e-3,
         tensor_s=3e-5,
+        busy_factor=1.5,
         memory_bandwidth=1e10,
         slowest_pair=None,
         rates={key: Codec.of(rates) for key, rates in RATES.items()},
@@ -89,7 +90,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_another_version_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="probe of format 99, this version of hvdcomp reads format 1: measure again"):
+    with pytest.raises(ConfigError, match="probe of format 99, this version of hvdcomp reads format 2: measure again"):
         probe.load(written(tmp_path, hvdcomp_probe=99))
 
 

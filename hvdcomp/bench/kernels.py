@@ -46,6 +46,7 @@ CF = 100
 """Of methods that have a compression factor, unless told otherwise."""
 INDEX_CODE = "index code"
 """The positions of a payload alone."""
+_ONE_BUCKET_MB = 1e6
 SETTLING_STEPS = 4
 """Steps before the first round of a method that keeps a residual; one before that of others."""
 LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 5, 50, 4.0
@@ -267,48 +268,57 @@ class Case(Protocol):
 
 
 class MethodStep:
-    """The step of one unit, on one of :data:`WORKERS` workers that all have the same gradient."""
+    """The step of units that make a bucket, on one of :data:`WORKERS` workers that all have the same gradients.
 
-    def __init__(self, compressor: Compressor, levels: tuple[float, float] | None, numel: int) -> None:
+    Args:
+        numel: elements of a unit.
+        units: how many there are, alike.
+    """
+
+    def __init__(self, compressor: Compressor, levels: tuple[float, float] | None, numel: int, units: int = 1) -> None:
         compressor = compressor if levels is None else compressor.as_selector()
         self.compressor, self.levels, self.name = compressor, levels, compressor.name
         self.shape = _shape(compressor, numel)
         self.cfs = (getattr(compressor, "cf", 1.0),) if levels is None else levels
         self.k = kept_elements(self.shape.numel(), self.cfs[0]) if compressor.has_levels else None
-        spec = Spec("gradient", self.shape, torch.float32, torch.device("cpu"))
-        (self._bucket,) = Layout(compressor, exclude=()).buckets([spec])
-        (self._part,) = self._bucket.parts
+        specs = [Spec(f"gradient{unit}", self.shape, torch.float32, torch.device("cpu")) for unit in range(units)]
+        (self._bucket,) = Layout(compressor, bucket_mb=_ONE_BUCKET_MB, exclude=()).buckets(specs)
+        self._part = self._bucket.parts[0]
         keeps = self._part.feedback is not None or compressor.residual_state is not None
         self.settling_steps = SETTLING_STEPS if keeps else 1
         self.begin_s = 0.0
         """What the last step took to the decision, or to the payload where none is made."""
-        self._mean = torch.zeros(self.shape.numel())
+        self._mean = torch.zeros(units * self.shape.numel())
         self._steps = 0
 
     def step(self, gradient: Tensor, workers: int = WORKERS) -> tuple[float, float]:
-        encodes_s, decodes_s = zip(*self.phases(gradient, workers), strict=True)
-        return sum(encodes_s), sum(decodes_s)
-
-    def phases(self, gradient: Tensor, workers: int) -> Iterator[tuple[float, float]]:
-        """A step, phase by phase, as others' come between in training: seconds of encoding and of decoding."""
-        workers = min(workers, gradient.numel())
+        """Seconds of encoding and of decoding; ``gradient``: (units * numel,)."""
+        workers = min(workers, self.shape.numel())
         context = Context(0, workers, self._steps, self.levels, self.compressor.checks_finite)
-        self._run = run = BucketRun(self._bucket, _Given(gradient.view(self.shape), self._mean), context)
+        self._run = run = BucketRun(self._bucket, _Given(self._by_unit(gradient), self._by_unit(self._mean)), context)
         self.begin_s, _ = timed(partial(self._begin, run))
         fuse_s, fused = timed(partial(self._fuse, run))
-        yield self.begin_s + fuse_s, 0.0
+        encode_s = self.begin_s + fuse_s
+        decode_s = 0.0
         self._sent: list[Fused] = []
         while fused:
             self._sent += fused
             answers = [collective([request] * workers)[0] for request in fused]
             spent_s, fused = timed(partial(_answer, run, fused, answers))
-            yield (spent_s, 0.0) if fused else (0.0, spent_s)  # more is to be sent, or not
+            if fused:  # more is to be sent
+                encode_s += spent_s
+            else:
+                decode_s += spent_s
         settled_s, settled = timed(run.settled)
         assert settled, f"{self.compressor!r} made a number that is not finite"
-        written_s, _ = timed(run.write_means)
-        kept_s, _ = timed(run.keep)
+        decode_s += settled_s + timed(run.write_means)[0]
+        encode_s += timed(run.keep)[0]
         self._steps += 1
-        yield kept_s, settled_s + written_s
+        return encode_s, decode_s
+
+    def _by_unit(self, flat: Tensor) -> dict[str, Tensor]:
+        names = [member.name for member in self._bucket.members]
+        return dict(zip(names, flat.split(self.shape.numel()), strict=True))
 
     def figures(self, gradient: Tensor) -> dict[str, float | None]:
         nbytes = sum(request.buffer.nbytes for request in self._sent)
@@ -363,19 +373,19 @@ class MethodStep:
 
 @dataclass
 class _Given:
-    """A gradient, and where its mean goes."""
+    """Flat gradients by name, and where their means go."""
 
-    gradient: Tensor
-    mean: Tensor
+    gradients: dict[str, Tensor]
+    means: dict[str, Tensor]
 
     def read(self, spec: Spec) -> Tensor:
-        return self.gradient
+        return self.gradients[spec.name].view(spec.shape)
 
     def target(self, spec: Spec, dtype: torch.dtype) -> Tensor:
-        return self.mean
+        return self.means[spec.name]
 
     def write(self, spec: Spec, mean: Tensor) -> None:
-        self.mean.copy_(mean)
+        self.means[spec.name].copy_(mean)
 
 
 class _Twice(MethodStep):

@@ -71,6 +71,8 @@ class Cluster:
         curves: what was measured, by kind of collective, and :data:`HALVES`; where there is a curve, a formula only
             converts it to another number of workers. It holds the latencies, but not the wait for Horovod's cycle.
         gamma: by how much communication slows down a worker's own work while it is under way, >= 1.
+        busy_factor: how many times as long a collective takes while its workers compute, >= 1: on CPUs whose cores
+            computation and communication share.
         cycle_s: of Horovod's cycle.
         tensor_s: a worker's work for a tensor: a hook, Python, Horovod's queues.
         memory_bandwidth: bytes/s of a copy.
@@ -82,6 +84,7 @@ class Cluster:
     network: Network
     curves: Mapping[str, Curve] = field(default_factory=dict)
     gamma: float = 1.04
+    busy_factor: float = 1.0
     cycle_s: float = CYCLE_S
     tensor_s: float = TENSOR_S
     memory_bandwidth: float = MEMORY_BANDWIDTH
@@ -92,6 +95,7 @@ class Cluster:
         check_count("workers", self.workers, hint="all workers of the job")
         check_count("workers of a node", self.per_node, hint="1 where each has a link of its own")
         check_number("gamma", self.gamma, 1, hint="slow-down of a backward pass by communication; 1.04 to 1.1 on GPUs")
+        check_number("busy_factor", self.busy_factor, 1, hint="slow-down of collectives by computation; 1 on GPUs")
         check_number("cycle_s", self.cycle_s, 0, hint="seconds; HOROVOD_CYCLE_TIME / 1000")
         if self.workers % self.per_node:
             raise ValueError(f"{self.workers} workers cannot be {self.per_node} on every node: give a multiple")

@@ -27,10 +27,13 @@ class Engine:
     Args:
         cycle_s: operations are looked for once in so long; an idle engine finds one after half of it.
         memory_bandwidth: of copies into and out of a fusion buffer, bytes/s.
+        busy_factor: how many times as long an operation takes while the worker computes.
     """
 
-    def __init__(self, cycle_s: float, memory_bandwidth: float) -> None:
+    def __init__(self, cycle_s: float, memory_bandwidth: float, busy_factor: float = 1.0) -> None:
         self._cycle_s = cycle_s
+        self._busy_factor = busy_factor
+        self._busy: list[tuple[float, float]] = []
         self._copy_s = 2 / memory_bandwidth
         self._queue: list[Pending] = []
         self._free_s = 0.0
@@ -40,6 +43,12 @@ class Engine:
         pending = Pending(ready_s, cluster, operation)
         self._queue.append(pending)
         return pending
+
+    def computes(self, begins_s: float, ends_s: float) -> None:
+        """The worker computes for this long; times must not descend."""
+        if self._busy and begins_s <= self._busy[-1][1]:
+            begins_s = self._busy.pop()[0]
+        self._busy.append((begins_s, ends_s))
 
     def end_of(self, pending: Pending) -> float:
         """When it ends. Operations that are handed over later must be so after that, or after its start."""
@@ -61,10 +70,25 @@ class Engine:
         first = together[0]
         nbytes = sum(pending.operation.nbytes for pending in together)
         copied_s = self._copy_s * nbytes if len(together) > 1 else 0.0
-        done_s = began_s + copied_s + first.cluster.operation_s(replace(first.operation, nbytes=nbytes))
+        alone_s = copied_s + first.cluster.operation_s(replace(first.operation, nbytes=nbytes))
+        done_s = self._slowed(began_s, alone_s)
         for pending in together:
             pending.done_s = done_s
         return done_s
+
+    def _slowed(self, now_s: float, left_s: float) -> float:
+        """When an operation ends that begins now and would take so long alone."""
+        for begins_s, ends_s in self._busy:
+            if ends_s <= now_s:
+                continue
+            free_s = max(0.0, begins_s - now_s)
+            if left_s <= free_s:
+                break
+            now_s, left_s = now_s + free_s, left_s - free_s
+            if self._busy_factor * left_s <= ends_s - now_s:
+                return now_s + self._busy_factor * left_s
+            now_s, left_s = ends_s, left_s - (ends_s - now_s) / self._busy_factor
+        return now_s + left_s
 
 
 def _fusible(batch: list[Pending]) -> list[Pending]:

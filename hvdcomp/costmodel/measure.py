@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, cycle, zip_longest
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,14 @@ WORLDS = (2, 8)
 CFS, CF = (10.0, 100.0, 1000.0), 100.0
 """Of methods that have a compression factor; the one of tensors of more elements than :data:`_ALL_FACTORS`."""
 RANKS = (1, 2, 4, 8)
-STEPS = 5
-"""Timed at least of each case; the median counts."""
+STEPS, _SETTLING_STEPS = 3, 2
+"""Timed of each case, whose median counts, and taken before where residuals are kept."""
 UNITS, MOST_ELEMENTS = 8, 2**24
-"""Tensors that take turns, at most, and of how many elements together: in training, too, tensors come from memory one
-after the other in each phase, while the code that works on them stays in the caches."""
+"""Tensors of a bucket, at most, and of how many elements together: in training, too, tensors come from memory one after
+the other in each phase, while the code that works on them stays in the caches."""
 _ALL_FACTORS = 2**18
-_TURNS_S, _TOO_LONG_S = 0.06, 0.15
-"""Fewer tensors take turns where a step of all would take longer; no tensors that take longer each."""
+_BUCKET_S, _TOO_LONG_S = 0.06, 0.15
+"""Fewer tensors make a bucket whose step would take longer than that; no tensors that take so long each."""
 _UNKNOWN_FACTOR = ("threshold",)
 """Methods whose payloads' sizes cannot be told beforehand."""
 
@@ -56,7 +55,7 @@ def measure_rates(
         together: called before each method, so that all workers of a machine encode at the same time, as in training.
     """
     generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(3 * max(SIZES), generator=generator)
+    gradients = torch.randn(2 * MOST_ELEMENTS, generator=generator)
     rates = {}
     for name, params in methods:
         together()
@@ -86,28 +85,19 @@ def _measured(name: str, params: dict[str, Any], gradients: Tensor) -> Rates:
         factors: Sequence[float | None] = (None,) if not has_factor else CFS if size <= _ALL_FACTORS else (CF,)
         for cf in factors:
             compressor = create(name, **(own if cf is None else own | {"cf": cf}))
-            units = max(1, min(UNITS, MOST_ELEMENTS // size, int(_TURNS_S / max(expected_s, 1e-9))))
-            cases = [MethodStep(compressor, None, size) for _ in range(units)]
-            shape, settling = cases[0].shape, cases[0].settling_steps
-            given = cycle(gradients[: len(gradients) // shape.numel() * shape.numel()].split(shape.numel()))
-            for works, workers in {
-                work_of(compressor, shape, workers): workers for workers in reversed(WORLDS)
-            }.items():
-                steps = settling + math.ceil(STEPS / units)
-                timed = [_step(cases, given, workers) for _ in range(steps)][settling:]
-                encode_s, decode_s = (statistics.median(column) for column in zip(*chain(*timed), strict=True))
-                encodes.append((works[0], encode_s))
-                decodes.append((works[1], decode_s))
-                longest_s, settling = max(longest_s, encode_s + decode_s), 1
+            units = max(1, min(UNITS, MOST_ELEMENTS // size, int(_BUCKET_S / max(expected_s, 1e-9))))
+            case = MethodStep(compressor, None, size, units)
+            numel, settling = units * case.shape.numel(), min(_SETTLING_STEPS, case.settling_steps)
+            given = cycle(gradients[: len(gradients) // numel * numel].split(numel))
+            worlds = {work_of(compressor, case.shape, workers): workers for workers in reversed(WORLDS)}
+            for (encode, decode), workers in worlds.items():
+                timed = [case.step(next(given), workers) for _ in range(settling + STEPS)][settling:]
+                encode_s, decode_s = (statistics.median(column) / units for column in zip(*timed, strict=True))
+                encodes.append((encode, encode_s))
+                decodes.append((decode, decode_s))
+                longest_s, settling = max(longest_s, encode_s + decode_s), 0
         expected_s = longest_s * SIZES[1] / SIZES[0]
     return Rates(fit_cost(encodes), fit_cost(decodes))
-
-
-def _step(cases: Sequence[MethodStep], given: Iterator[Tensor], workers: int) -> list[tuple[float, float]]:
-    """A step of all tensors, one phase of all after the other: seconds of encoding and of decoding each."""
-    running = [case.phases(next(given), workers) for case in cases]
-    phases = list(zip_longest(*running, fillvalue=(0.0, 0.0)))
-    return [(sum(s for s, _ in own), sum(s for _, s in own)) for own in zip(*phases, strict=True)]
 
 
 def memory_bandwidth(numel: int = 2**23, repeats: int = 5) -> float:

@@ -180,7 +180,7 @@ class _Worker:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload = workload
         self._cluster = cluster
-        self._engine = Engine(cluster.cycle_s, cluster.memory_bandwidth)
+        self._engine = Engine(cluster.cycle_s, cluster.memory_bandwidth, cluster.busy_factor)
         self._now_s = 0.0
         self._compute_s = self._encode_s = self._decode_s = self._wait_s = 0.0
         self._nbytes = 0
@@ -247,7 +247,7 @@ class _Worker:
         for flight in flights:
             seconds = codec.decode_s(flight.bucket)
             self._decode_s += seconds
-            self._now_s += seconds
+            self._work(seconds)
 
     def _launch(self, flight: _Flight, cluster: Cluster) -> None:
         phases = flight.bucket.phases
@@ -264,11 +264,15 @@ class _Worker:
     def _compute(self, seconds: float) -> None:
         seconds = self._slowed(seconds)
         self._compute_s += seconds
-        self._now_s += seconds
+        self._work(seconds)
 
     def _encode(self, seconds: float) -> None:
         seconds = self._slowed(seconds)
         self._encode_s += seconds
+        self._work(seconds)
+
+    def _work(self, seconds: float) -> None:
+        self._engine.computes(self._now_s, self._now_s + seconds)
         self._now_s += seconds
 
     def _slowed(self, seconds: float) -> float:

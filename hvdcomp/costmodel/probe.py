@@ -16,7 +16,7 @@ from hvdcomp.costmodel.collectives import Network, collective_s
 from hvdcomp.costmodel.model import Workload
 from hvdcomp.costmodel.rates import Cost, Rates
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; a change that older readers would misread counts it up."""
 _RESAMPLINGS = 500
 
@@ -97,6 +97,7 @@ class Probe(_Part):
         hosts: facts about the first worker's machine.
         cycle_s: what a single small operation takes beyond its collective: Horovod's cycle.
         tensor_s: a worker's work for each tensor beside its collective: a hook, Python, Horovod's queues.
+        busy_factor: how many times as long an allreduce takes while its workers compute.
         memory_bandwidth: of a copy, bytes/s.
         slowest_pair: None where pairs were not measured.
         rates: by :func:`hvdcomp.costmodel.rates.key_of`.
@@ -109,6 +110,7 @@ class Probe(_Part):
     collectives: dict[str, Collective]
     cycle_s: float = Field(ge=0)
     tensor_s: float = Field(ge=0)
+    busy_factor: float = Field(ge=1)
     memory_bandwidth: float = Field(gt=0)
     slowest_pair: Pair | None
     rates: dict[str, Codec]
@@ -138,6 +140,7 @@ class Probe(_Part):
             network or self.network(),
             times if network is None else {},
             gamma=self.model.gamma if self.model is not None and not alone else Cluster.gamma,
+            busy_factor=self.busy_factor,
             cycle_s=Cluster.cycle_s if alone else self.cycle_s,
             tensor_s=Cluster.tensor_s if alone else self.tensor_s,
             memory_bandwidth=self.memory_bandwidth,

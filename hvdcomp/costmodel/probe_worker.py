@@ -46,6 +46,8 @@ TENSORS = 64
 """Whose hooks are timed together."""
 ROTATED = 2**26
 """Bytes whose parts take turns in a collective of few bytes."""
+BUSY_NBYTES = 2**22
+"""Of what a worker works on while it waits for an allreduce."""
 PAIR_NBYTES = 2**22
 MOST_ROUNDS_OF_PAIRS = 15
 """In a round every worker has another partner."""
@@ -74,10 +76,11 @@ def run(plan: Mapping[str, Any]) -> Probe:
         plan: "methods", pairs of a name and parameters, None for all; "config", a file's path and overrides, or None.
     """
     alone = hvd.size() == 1
-    steps = Steps(3 + (0 if alone else 6))
+    steps = Steps(3 + (0 if alone else 7))
     steps.next("memory")
     copied = _least(memory_bandwidth())
     cycle_s = own_s = tensor_s = 0.0
+    busy_factor = 1.0
     collectives: dict[str, Collective] = {}
     pair = None
     if not alone:
@@ -88,6 +91,8 @@ def run(plan: Mapping[str, Any]) -> Probe:
         for kind, sizes in (("allreduce", SIZES), ("allgather", gathered), (HALVES, SIZES[3:])):
             steps.next(kind)
             collectives[kind] = fitted(kind.split()[0], hvd.size(), _times(kind, sizes), cycle_s, own_s)
+        steps.next("overlap")
+        busy_factor = _busy_factor(collectives["allreduce"])
         steps.next("pairs")
         pair = _slowest_pair(collectives["allreduce"], cycle_s)
     methods = default_methods() if plan["methods"] is None else [(name, params) for name, params in plan["methods"]]
@@ -105,6 +110,7 @@ def run(plan: Mapping[str, Any]) -> Probe:
         collectives=collectives,
         cycle_s=cycle_s,
         tensor_s=tensor_s,
+        busy_factor=busy_factor,
         memory_bandwidth=copied,
         slowest_pair=pair,
         rates={key: Codec.of(found) for key, found in rates.items()},
@@ -208,6 +214,26 @@ def _of_a_tensor() -> float:
         more_s.append(backward_s(watched) - backward_s(alone))
         optimizer.synchronize()
     return max(0.0, _slowest(statistics.median(more_s))) / TENSORS
+
+
+def _busy_factor(line: Collective) -> float:
+    """How many times as long an allreduce takes while all workers compute."""
+    nbytes = max(size for size in line.nbytes if size <= ROTATED)
+    action = _operation("allreduce", nbytes, hvd.global_process_set, "hvdcomp.probe.alone")
+    tensor = torch.ones(nbytes // 4)
+    values = torch.ones(BUSY_NBYTES // 4)
+
+    def busily() -> None:
+        handle = hvd.allreduce_async_(tensor, name="hvdcomp.probe.busily")
+        while not hvd.poll(handle):
+            values.mul_(1.0)
+        hvd.synchronize(handle)
+
+    taken_s: dict[str, list[float]] = {"alone": [], "busily": []}
+    for _ in range(LEAST):
+        taken_s["alone"] += _repeated(action, 1)
+        taken_s["busily"] += _repeated(busily, 1)
+    return max(1.0, statistics.median(taken_s["busily"]) / statistics.median(taken_s["alone"]))
 
 
 def _slowest_pair(line: Collective, cycle_s: float) -> Pair | None:

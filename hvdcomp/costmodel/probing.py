@@ -71,6 +71,7 @@ def summary(probe: Probe) -> list[dict[str, str]]:
         rows.append(_row(f"slowest pair: workers {first} and {second}", "Gbit/s", 1e-9 * probe.slowest_pair.bandwidth))
     rows.append(_row("Horovod's cycle", "ms", 1e3 * probe.cycle_s))
     rows.append(_row("hook of a tensor", "us", 1e6 * probe.tensor_s))
+    rows.append(_row("slow-down of an allreduce by computation", "", probe.busy_factor))
     rows.append(_row("memory copy", "GB/s", 1e-9 * probe.memory_bandwidth))
     if probe.model is not None:
         rows.append(_row(f"{probe.model.name}: backward pass", "ms", 1e3 * probe.model.backward_s))

@@ -102,7 +102,7 @@ def _asked(options: Options, measured: probe.Probe | None) -> Question:
         return Question(name, workload, cluster, measured.codec_rates(), _spread(measured), notes, config)
     device = DEVICES[options.device or "v100"]
     notes.append(f"what methods cost: {device.source}")
-    cluster = replace(cluster, tensor_s=device.tensor_s, memory_bandwidth=device.memory_bandwidth)
+    cluster = replace(cluster, tensor_s=device.tensor_s, memory_bandwidth=device.memory_bandwidth, busy_factor=1.0)
     return Question(name, workload, cluster, device.rates, Spread(), notes, config)
 
 
