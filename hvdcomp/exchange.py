@@ -448,6 +448,8 @@ class Exchange:
         """Forget what is under way: after a failed collective nothing of it can be completed."""
         for flight in self._flights.values():
             flight.run.abort()
+            for part in flight.run.parts:
+                part.unit.spare = {}  # Horovod may still write there
         if self.assignment is not None:
             self.assignment.settle(skipped=True)
         self._flights.clear()

@@ -319,6 +319,21 @@ def test_fp16_saturates_at_its_largest_number_for_any_world(value: float, worker
     assert mean.abs().max() <= 65504
 
 
+def test_fp16_uses_its_memory_again_and_sends_nothing_old_from_it() -> None:
+    (unit,) = (Unit("w", torch.Size([1000]), workers=2),)
+    sent = []
+    for value in (1.0, math.nan, 2.0):  # the second step is skipped
+        rounds = FP16().rounds(torch.full((1000,), value), unit)
+        sent.append(next(rounds).tensor)
+        rounds.close()
+    assert sent[0].data_ptr() == sent[2].data_ptr()
+    assert sent[2].eq(2).all()
+    world = World(2, "fp16")
+    means = [world.step([{"w": torch.full((1000,), v)}] * 2)[0]["w"] for v in (1.0, math.nan, 2.0)]
+    assert means[0].eq(1).all()
+    assert means[2].eq(2).all()
+
+
 def test_fp16_saturates_each_workers_share() -> None:
     means = World(2, "fp16").step([{"w": torch.tensor([1e5, -1e5])}, {"w": torch.tensor([0.0, 65504.0])}])
     assert means[0]["w"].tolist() == [32752.0, 0.0]

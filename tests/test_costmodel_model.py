@@ -12,7 +12,7 @@ import torch
 from hvdcomp.bench.shapes import MODELS
 from hvdcomp.buckets import Layout
 from hvdcomp.compressors import FP16
-from hvdcomp.costmodel import Network, paper
+from hvdcomp.costmodel import Network, measure, paper
 from hvdcomp.costmodel.cluster import HALVES, Cluster, Curve, fit, network_of
 from hvdcomp.costmodel.collectives import allgather, broadcast, collective_s, ring
 from hvdcomp.costmodel.engine import Engine
@@ -172,7 +172,7 @@ def test_a_collective_makes_slow_progress_while_the_worker_computes():
     engine = Engine(0.0, 1e30, busy_factor=4.0)
     alone = ring(1e6, 4, NETWORK)
     engine.computes(0.0, 0.5 * alone)
-    engine.computes(0.5 * alone, alone)  # as one with what came before
+    engine.computes(0.5 * alone, alone)
     engine.computes(1.5 * alone, 1.7 * alone)
     first, second = (engine.submit(at, bare(), Operation("allreduce", 10**6)) for at in (0.0, 0.25 * alone))
     # a quarter by then, half until 1.5, a twentieth until 1.7
@@ -253,6 +253,17 @@ def test_another_world_is_converted_by_the_formula():
     larger = replace(cluster, workers=16)
     factor = ring(1e7, 16, NETWORK) / ring(1e7, 2, NETWORK)
     assert larger.operation_s(Operation("allreduce", 10_000_000)) == pytest.approx(0.4 * factor)
+
+
+def test_every_kind_of_method_is_measured(monkeypatch):
+    monkeypatch.setattr(measure, "SIZES", (64, 256, 1024))
+    methods = [("none", {}), ("fp16", {}), ("bf16", {}), ("topk", {}), ("topk", {"cf": 4}), ("powersgd", {"rank": 2})]
+    found = measure.measure_rates([*methods, ("gradiveq", {}), ("signsgd", {})])
+    assert set(found) == {"none", "fp16", "bf16", "topk", "powersgd:rank=2", "gradiveq", "signsgd"}
+    work = Work(units=8, elements=8 * 1024, nbytes=1000)
+    for key, rates in found.items():
+        assert 0 < rates.encode.seconds(work) < 1, key
+        assert 0 < rates.decode.seconds(work) < 1, key
 
 
 def test_costs_are_found_again():

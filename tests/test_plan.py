@@ -148,6 +148,9 @@ def test_a_probe_answers_for_the_cluster_and_for_larger_ones(tmp_path):
     other = ask(Options(model="resnet50", probe=path, compute=0.1, bandwidth="5gbit"))
     assert other.cluster.network.bandwidth == 5e9
     assert not other.cluster.curves
+    assert (asked.cluster.busy_factor, other.cluster.busy_factor) == (made_probe().busy_factor, 1.0)
+    of_a_gpu = ask(Options(model="resnet50", probe=path, compute=0.1, device="v100"))
+    assert of_a_gpu.cluster.busy_factor == 1.0
 
 
 def test_a_probe_of_one_worker_answers_for_a_network_that_is_given(tmp_path):

@@ -14,7 +14,7 @@ from test_checkpointing import flat, grads, load, states, through_a_file, traine
 from test_compressors import AWKWARD, drive
 from torch import Tensor
 
-from hvdcomp.compressors import ATOMO, QSGD, Compressor, Int8, Natural, TernGrad, create
+from hvdcomp.compressors import ATOMO, QSGD, Compressor, Int8, Natural, TernGrad, create, signsgd
 from hvdcomp.compressors.quantised import Deterministic
 from hvdcomp.compressors.requests import Unit, Volume
 from hvdcomp.compressors.stochastic import Stochastic
@@ -334,6 +334,13 @@ def test_votes_of_each_number_of_workers_are_those_of_the_signs() -> None:
     for workers in range(1, 9):
         tensors = [torch.randn(1001) for _ in range(workers)]
         assert torch.equal(step("signsgd", *tensors), sum(t.sign() for t in tensors).sign())  # type: ignore[union-attr]
+
+
+def test_a_vote_in_parts_is_that_of_all(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(signsgd, "_AT_ONCE", 8)
+    tensors = [torch.randn(101, generator=torch.Generator().manual_seed(worker)) for worker in range(3)]
+    expected = sum(torch.where(tensor >= 0, 1.0, -1.0) for tensor in tensors).sign()
+    assert step("signsgd", *tensors).equal(expected)
 
 
 def test_signum_follows_the_momentum_by_hand() -> None:

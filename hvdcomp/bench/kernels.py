@@ -292,7 +292,7 @@ class MethodStep:
         self._steps = 0
 
     def step(self, gradient: Tensor, workers: int = WORKERS) -> tuple[float, float]:
-        """Seconds of encoding and of decoding; ``gradient``: (units * numel,)."""
+        """Seconds of encoding and of decoding; ``gradient``: (units * shape.numel(),)."""
         workers = min(workers, self.shape.numel())
         context = Context(0, workers, self._steps, self.levels, self.compressor.checks_finite)
         self._run = run = BucketRun(self._bucket, _Given(self._by_unit(gradient), self._by_unit(self._mean)), context)
@@ -315,6 +315,11 @@ class MethodStep:
         encode_s += timed(run.keep)[0]
         self._steps += 1
         return encode_s, decode_s
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Of what is compressed by itself: small tensors that are not compressed at all are one."""
+        return [part.unit.shape for part in self._bucket.parts]
 
     def _by_unit(self, flat: Tensor) -> dict[str, Tensor]:
         names = [member.name for member in self._bucket.members]

@@ -71,6 +71,11 @@ def create(name: str, **parameters: Any) -> Compressor:
     Raises:
         ValueError: there is no such compressor or parameter, or a value is not allowed.
     """
+    if ":" in name:
+        raise ValueError(
+            f"compression must be a name, got {name!r} (its parameters are arguments of their own, such as "
+            "TopK(cf=100); a configuration's are compression: {name: topk, cf: 100})"
+        )
     cls = _REGISTRY[check_choice("compression", name.lower().replace("-", "").replace("_", ""), _REGISTRY)]
     for parameter in parameters:
         check_choice(f"parameter of compression {cls.name!r}", parameter, cls.parameters())

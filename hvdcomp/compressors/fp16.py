@@ -18,6 +18,7 @@ class FP16(Compressor):
     """Gradients are cast to float16 and averaged by allreduce; each is divided by the number of workers before the sum.
 
     A finite value beyond 65504 is sent as 65504, and a mean is at most that; a step with a NaN or an Inf is skipped.
+    On a CPU the memory of what is sent, half of the gradient's, is kept for the next step.
     """
 
     name: ClassVar[str] = "fp16"

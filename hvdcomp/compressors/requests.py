@@ -111,7 +111,8 @@ class Unit:
         next_state: what ``state`` becomes if the step is committed, for methods that find it while they select.
         moments: of ``acc``, if adding the gradient took them.
         tail: the largest elements of ``acc``, :meth:`Compressor.wanted` at least, if adding the gradient found them.
-        spare: tensors that were in ``state`` before the last step, to build the next state in; never read.
+        spare: memory that the compressor uses again, such as tensors that were in ``state`` before the last step; what
+            it holds is never read.
     """
 
     name: str

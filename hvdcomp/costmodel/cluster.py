@@ -104,6 +104,10 @@ class Cluster:
     def nodes(self) -> int:
         return self.workers // self.per_node
 
+    def on(self, network: Network) -> Cluster:
+        """The same workers on another network, of whose collectives nothing was measured."""
+        return replace(self, network=network, curves={}, busy_factor=1.0)
+
     def between(self) -> Cluster:
         """One worker of each node."""
         return replace(self, workers=self.nodes, per_node=1)

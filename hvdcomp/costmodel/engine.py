@@ -45,7 +45,8 @@ class Engine:
         return pending
 
     def computes(self, begins_s: float, ends_s: float) -> None:
-        """The worker computes for this long; times must not descend."""
+        """The worker computes for this long; times must not descend. What is told after an operation's end was asked
+        for does not slow down that operation any more, nor the others of its cycle."""
         if self._busy and begins_s <= self._busy[-1][1]:
             begins_s = self._busy.pop()[0]
         self._busy.append((begins_s, ends_s))
@@ -71,12 +72,12 @@ class Engine:
         nbytes = sum(pending.operation.nbytes for pending in together)
         copied_s = self._copy_s * nbytes if len(together) > 1 else 0.0
         alone_s = copied_s + first.cluster.operation_s(replace(first.operation, nbytes=nbytes))
-        done_s = self._slowed(began_s, alone_s)
+        done_s = self._ends_s(began_s, alone_s)
         for pending in together:
             pending.done_s = done_s
         return done_s
 
-    def _slowed(self, now_s: float, left_s: float) -> float:
+    def _ends_s(self, now_s: float, left_s: float) -> float:
         """When an operation ends that begins now and would take so long alone."""
         for begins_s, ends_s in self._busy:
             if ends_s <= now_s:

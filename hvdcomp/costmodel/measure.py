@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from hvdcomp.bench.kernels import MethodStep
-from hvdcomp.compressors import available, create
+from hvdcomp.compressors import Compressor, available, create
 from hvdcomp.costmodel.rates import Cost, Rates, key_of
 from hvdcomp.costmodel.traffic import Work, work_of
 
@@ -47,16 +47,17 @@ def default_methods() -> list[tuple[str, dict[str, Any]]]:
 
 
 def measure_rates(
-    methods: Iterable[tuple[str, Mapping[str, Any]]], together: Callable[[], None] = lambda: None
+    methods: Sequence[tuple[str, Mapping[str, Any]]], together: Callable[[], None] = lambda: None
 ) -> dict[str, Rates]:
     """The rates of each method, by :func:`key_of`.
 
     Args:
         together: called before each method, so that all workers of a machine encode at the same time, as in training.
     """
-    generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(2 * MOST_ELEMENTS, generator=generator)
-    rates = {}
+    rates: dict[str, Rates] = {}
+    if not methods:
+        return rates
+    gradients = torch.randn(2 * MOST_ELEMENTS, generator=torch.Generator().manual_seed(0))
     for name, params in methods:
         together()
         rates[key_of(name, params)] = _measured(name, dict(params), gradients)
@@ -89,15 +90,21 @@ def _measured(name: str, params: dict[str, Any], gradients: Tensor) -> Rates:
             case = MethodStep(compressor, None, size, units)
             numel, settling = units * case.shape.numel(), min(_SETTLING_STEPS, case.settling_steps)
             given = cycle(gradients[: len(gradients) // numel * numel].split(numel))
-            worlds = {work_of(compressor, case.shape, workers): workers for workers in reversed(WORLDS)}
+            worlds = {_works(compressor, case.shapes, workers): workers for workers in reversed(WORLDS)}
             for (encode, decode), workers in worlds.items():
                 timed = [case.step(next(given), workers) for _ in range(settling + STEPS)][settling:]
-                encode_s, decode_s = (statistics.median(column) / units for column in zip(*timed, strict=True))
+                encode_s, decode_s = (statistics.median(column) for column in zip(*timed, strict=True))
                 encodes.append((encode, encode_s))
                 decodes.append((decode, decode_s))
-                longest_s, settling = max(longest_s, encode_s + decode_s), 0
+                longest_s, settling = max(longest_s, (encode_s + decode_s) / units), 0
         expected_s = longest_s * SIZES[1] / SIZES[0]
     return Rates(fit_cost(encodes), fit_cost(decodes))
+
+
+def _works(compressor: Compressor, shapes: Iterable[Sequence[int]], workers: int) -> tuple[Work, Work]:
+    """What encoding and decoding a bucket of such units has to do."""
+    encodes, decodes = zip(*(work_of(compressor, shape, workers) for shape in shapes), strict=True)
+    return sum(encodes, Work()), sum(decodes, Work())
 
 
 def memory_bandwidth(numel: int = 2**23, repeats: int = 5) -> float:

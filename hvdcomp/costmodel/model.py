@@ -228,7 +228,7 @@ class _Worker:
         for name, seconds in self._workload.backward_parts():
             self._compute(seconds)
             if name in of_tensor:
-                self._now_s += self._cluster.tensor_s
+                self._work(self._cluster.tensor_s)
                 flight = of_tensor[name]
                 missing[id(flight)] -= 1
                 if not missing[id(flight)]:
@@ -255,7 +255,7 @@ class _Worker:
         flight.pending = [self._submit(cluster, operation) for operation in operations]
 
     def _submit(self, cluster: Cluster, operation: Operation) -> Pending:
-        self._now_s += self._cluster.tensor_s
+        self._work(self._cluster.tensor_s)
         self._nbytes += operation.nbytes
         began_s = max(self._busy_until_s, self._now_s + self._cluster.cycle_s / 2)
         self._busy_until_s = began_s + cluster.operation_s(operation)
@@ -276,7 +276,7 @@ class _Worker:
         self._now_s += seconds
 
     def _slowed(self, seconds: float) -> float:
-        """What work takes that begins now: gamma times as long while operations are on their way."""
+        """What work takes that begins now: gamma times as long for as long as operations on their way take alone."""
         busy_s, gamma = max(0.0, self._busy_until_s - self._now_s), self._cluster.gamma
         return gamma * seconds if gamma * seconds <= busy_s else seconds + busy_s * (1 - 1 / gamma)
 

@@ -135,10 +135,10 @@ class Probe(_Part):
         """
         chosen, alone = workers or self.workers, not self.collectives
         times = {kind: Curve(self.workers, tuple(c.nbytes), tuple(c.seconds)) for kind, c in self.collectives.items()}
-        return Cluster(
+        probed = Cluster(
             chosen,
             network or self.network(),
-            times if network is None else {},
+            times,
             gamma=self.model.gamma if self.model is not None and not alone else Cluster.gamma,
             busy_factor=self.busy_factor,
             cycle_s=Cluster.cycle_s if alone else self.cycle_s,
@@ -146,6 +146,7 @@ class Probe(_Part):
             memory_bandwidth=self.memory_bandwidth,
             per_node=self.per_node if chosen % self.per_node == 0 else 1,
         )
+        return probed if network is None else probed.on(network)
 
     def codec_rates(self) -> dict[str, Rates]:
         return {key: codec.rates() for key, codec in self.rates.items()}

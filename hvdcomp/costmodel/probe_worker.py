@@ -46,8 +46,8 @@ TENSORS = 64
 """Whose hooks are timed together."""
 ROTATED = 2**26
 """Bytes whose parts take turns in a collective of few bytes."""
-BUSY_NBYTES = 2**22
-"""Of what a worker works on while it waits for an allreduce."""
+OVERLAPPED_S, BUSY_NBYTES = 0.2, 2**22
+"""Of an allreduce alone, at most, that is timed while workers compute, and of what they work on until it is there."""
 PAIR_NBYTES = 2**22
 MOST_ROUNDS_OF_PAIRS = 15
 """In a round every worker has another partner."""
@@ -76,7 +76,7 @@ def run(plan: Mapping[str, Any]) -> Probe:
         plan: "methods", pairs of a name and parameters, None for all; "config", a file's path and overrides, or None.
     """
     alone = hvd.size() == 1
-    steps = Steps(3 + (0 if alone else 7))
+    steps = Steps(2 + (0 if alone else 6) + (plan["config"] is not None))
     steps.next("memory")
     copied = _least(memory_bandwidth())
     cycle_s = own_s = tensor_s = 0.0
@@ -88,7 +88,7 @@ def run(plan: Mapping[str, Any]) -> Probe:
         cycle_s, own_s = _cycle()
         tensor_s = _of_a_tensor()
         gathered = tuple(nbytes for nbytes in SIZES if nbytes * hvd.size() <= MOST_GATHERED)
-        for kind, sizes in (("allreduce", SIZES), ("allgather", gathered), (HALVES, SIZES[3:])):
+        for kind, sizes in (("allreduce", SIZES), ("allgather", gathered), (HALVES, SIZES)):
             steps.next(kind)
             collectives[kind] = fitted(kind.split()[0], hvd.size(), _times(kind, sizes), cycle_s, own_s)
         steps.next("overlap")
@@ -218,7 +218,8 @@ def _of_a_tensor() -> float:
 
 def _busy_factor(line: Collective) -> float:
     """How many times as long an allreduce takes while all workers compute."""
-    nbytes = max(size for size in line.nbytes if size <= ROTATED)
+    times = zip(line.nbytes, line.seconds, strict=True)
+    nbytes = max((size for size, seconds in times if seconds <= OVERLAPPED_S), default=line.nbytes[0])
     action = _operation("allreduce", nbytes, hvd.global_process_set, "hvdcomp.probe.alone")
     tensor = torch.ones(nbytes // 4)
     values = torch.ones(BUSY_NBYTES // 4)
@@ -229,11 +230,9 @@ def _busy_factor(line: Collective) -> float:
             values.mul_(1.0)
         hvd.synchronize(handle)
 
-    taken_s: dict[str, list[float]] = {"alone": [], "busily": []}
-    for _ in range(LEAST):
-        taken_s["alone"] += _repeated(action, 1)
-        taken_s["busily"] += _repeated(busily, 1)
-    return max(1.0, statistics.median(taken_s["busily"]) / statistics.median(taken_s["alone"]))
+    taken_s = [(*_repeated(action, 1), *_repeated(busily, 1)) for _ in range(1 + LEAST)][1:]  # the first negotiates
+    alone_s, busily_s = (statistics.median(column) for column in zip(*taken_s, strict=True))
+    return max(1.0, busily_s / alone_s)
 
 
 def _slowest_pair(line: Collective, cycle_s: float) -> Pair | None:

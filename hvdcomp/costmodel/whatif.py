@@ -54,7 +54,7 @@ class Sweep:
 def with_bandwidth(question: Question, bits_per_s: float) -> Question:
     """Another network, of which nothing was measured."""
     network = Network(bits_per_s, question.cluster.network.latency)
-    return replace(question, cluster=replace(question.cluster, network=network, curves={}))
+    return replace(question, cluster=question.cluster.on(network))
 
 
 def _with_workers(question: Question, workers: float) -> Question:
@@ -236,9 +236,8 @@ def tradeoffs(question: Question, method: Method, model: str = "ours") -> list[R
     for k in (1, 2, 3, 4):
         row: Row = {"times faster encoding": k}
         for more in (1, 2, 3):
-            heavier = replace(question, cluster=replace(
-                question.cluster, network=Network(network.bandwidth / (k * more), network.latency), curves={}
-            ), rates=_scaled(question.rates, 1 / k))  # fmt: skip
+            slower = Network(network.bandwidth / (k * more), network.latency)
+            heavier = replace(question, cluster=question.cluster.on(slower), rates=_scaled(question.rates, 1 / k))
             taken_s = step_s(heavier, method, model)
             row[f"step ms, {more} k times the bytes"] = 1e3 * taken_s
             row[f"speedup, {more} k times the bytes"] = dense_s / taken_s
