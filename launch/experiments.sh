@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then trains the scaled-down twins of the papers' experiments, one after the other, on two
-# workers (about half an hour on two idle cores). Arguments go on to `hvdcomp compare`:
+# workers (20 minutes on two idle cores). Arguments go on to `hvdcomp compare`:
 #
 #   launch/experiments.sh --seeds 0,1,2    three seeds instead of two
 #
