@@ -32,6 +32,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    _wait_asleep()
     folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     if getattr(topic, "INITIALISE", True):
         # All at the start: hvd.add_process_set() now and then loses a set that ranks use at once.
@@ -42,6 +43,20 @@ def main() -> None:
     for number, name in enumerate(arguments.checks or checks_of(arguments.topic)):
         _renumber(number)
         _run(name, getattr(topic, name), rank, folder)
+
+
+def _wait_asleep() -> None:
+    """Horovod waits in a loop of yields, which starves the threads that are waited for where ranks outnumber cores."""
+    from horovod.torch.mpi_ops import mpi_lib
+
+    wait = mpi_lib.horovod_torch_wait_and_clear
+
+    def asleep(handle: int) -> None:
+        while not mpi_lib.horovod_torch_poll(handle):
+            time.sleep(2e-4)
+        wait(handle)
+
+    mpi_lib.horovod_torch_wait_and_clear = asleep
 
 
 def _renumber(number: int) -> None:
