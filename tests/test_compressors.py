@@ -320,7 +320,7 @@ def test_fp16_saturates_at_its_largest_number_for_any_world(value: float, worker
 
 
 def test_fp16_uses_its_memory_again_and_sends_nothing_old_from_it() -> None:
-    (unit,) = (Unit("w", torch.Size([1000]), workers=2),)
+    unit = Unit("w", torch.Size([1000]), workers=2)
     sent = []
     for value in (1.0, math.nan, 2.0):  # the second step is skipped
         rounds = FP16().rounds(torch.full((1000,), value), unit)

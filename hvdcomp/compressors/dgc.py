@@ -98,7 +98,7 @@ class DGC(GatheredSparsifier):
         assert isinstance(outcome, Sparse)
         outcome.settle_(v)
         clear_(u, outcome.contributions[outcome.own].positions)
-        keep_spare(unit, v)
+        keep_spare(unit, v, unit.state)
         outcome.state = {"own.u": u, "own.v": v}
         return outcome
 

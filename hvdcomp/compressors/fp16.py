@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume
+from hvdcomp.compressors.requests import Allreduce, Dense, Rounds, Unit, Volume, keep_spare, spare
 from hvdcomp.kernels import Moments, empty, moments_in_passing
 
 LARGEST = torch.finfo(torch.float16).max
@@ -27,9 +27,8 @@ class FP16(Compressor):
     default_exclude: ClassVar[tuple[str, ...]] = ()
 
     def rounds(self, acc: Tensor, unit: Unit) -> Rounds:
-        halves = _saturated(acc, unit.moments, unit.spare.get("halves"))
-        if acc.device.type == "cpu":  # whose first touch costs more than the cast; elsewhere memory is cached
-            unit.spare = {"halves": halves}
+        halves = _saturated(acc, unit.moments, spare(unit, "halves"))
+        keep_spare(unit, acc, {"halves": halves})
         mean = yield Allreduce(halves, in_place=True)
         return Dense(mean.clamp_(-LARGEST, LARGEST))  # 3 x 65504 / 3 is Inf: the quotient was rounded up before the sum
 

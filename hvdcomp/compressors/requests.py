@@ -140,12 +140,12 @@ def spare(unit: Unit, name: str) -> Tensor | None:
     return None if found is unit.state.get(name) else found
 
 
-def keep_spare(unit: Unit, acc: Tensor) -> None:
-    """Let the next step build its state in the memory of this one's, once that is replaced.
+def keep_spare(unit: Unit, acc: Tensor, memory: dict[str, Tensor]) -> None:
+    """Let the next step build its own in this memory, such as that of the state, once that is replaced.
 
     On a CPU only: elsewhere memory is cached, and better not held.
     """
-    unit.spare = unit.state if acc.device.type == "cpu" else {}
+    unit.spare = memory if acc.device.type == "cpu" else {}
 
 
 class Reduced(ABC):

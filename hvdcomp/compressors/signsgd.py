@@ -89,5 +89,5 @@ class Signum(_Signs):
         momentum = blended(before, acc, self.momentum, spare(unit, "own.momentum"))
         payloads = yield Allgather(self.encode(momentum, unit))
         received = self.checked(payloads, unit.numel, acc.dtype)
-        keep_spare(unit, acc)
+        keep_spare(unit, acc, unit.state)
         return Vote(self, received, unit.worker, acc.dtype, state={"own.momentum": momentum})
